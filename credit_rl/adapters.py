@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 import numpy as np, torch
 from .methods import METHODS, get_method
-from .parts import Credit, Measured, assign, bind
+from .parts import Credit, Measured, assign
 from .trajectory import Group, Question, Trajectory, Turn, example_group
 
 # %% ../nbs/7_elsewhere/80_adapters.ipynb #n80b
@@ -24,8 +24,8 @@ def needs(
     """What a rule reads beside outcomes: list of names of fields of `Arrays`, of `turns` (what each turn earned),
     `values` (a critic's) and `ids` (of tokens)."""
     method = get_method(method) if isinstance(method, str) else method
-    read = method.rule.reads([example_group()], method.own(method.rule)) if method.rule.reads else {}
-    wanted = {'turns': any(r.gives == 'turns' for r in method.rewards), 'values': 'values' in method.sees,
+    read = method.rule.text([example_group()], {}, method.own(method.rule)) if method.rule.text else {}
+    wanted = {'turns': any(r.of_turns for r in method.rewards), 'values': method.needs.values,
               'ids': 'anchors' in read}
     return [name for name in wanted if wanted[name]]
 
@@ -119,8 +119,8 @@ def _given_rewards(
 ):
     "The method with its options set, whose rewards are handed over: none of its parts reads text or asks a model."
     method = get_method(method) if isinstance(method, str) else method
-    silent = dict.fromkeys(('text', 'model', 'sees', 'potential', 'plays', 'service', 'check', 'keeps'))
-    return bind(replace(method, rewards=tuple(replace(r, **silent) for r in method.rewards)), options)
+    silent = dict.fromkeys(('text', 'model', 'needs', 'service', 'check', 'keeps'))
+    return replace(method, rewards=tuple(replace(r, **silent) for r in method.rewards)).bind(options)
 
 def _trajectory(question, arrays, rows, token_turns):
     "One trajectory of the arrays as a `Trajectory`; every turn but its last was answered by the environment."
@@ -164,10 +164,10 @@ def _rewards(method, arrays, groups, order):
         turns = torch.where(inside, given[order][:, :inside.shape[1]], 0.)
     empty = torch.tensor([not any(turn.action_ids for turn in t.turns) for t in played])
     outcome = torch.where(empty, torch.nan, arrays.outcome[order])
-    if method.sampling.reads:
+    if method.sampling.text:
         raise ValueError(f'{method.name} looks at the text of turns ({method.sampling.name}), and arrays hold none: '
                          "take another sampling, such as 'all'")
-    read = method.rule.reads(groups, method.own(method.rule)) if method.rule.reads else {}
+    read = method.rule.text(groups, {}, method.own(method.rule)) if method.rule.text else {}
     return {'outcome': outcome, 'right': (outcome >= 1).float(), 'turns': turns, **read}
 
 # %% ../nbs/7_elsewhere/80_adapters.ipynb #c015x6
@@ -198,8 +198,8 @@ def assign_arrays(
     owner, rank = arrays.row_trajectory, torch.tensor(order).argsort()
     rows = rank[owner].argsort(stable=True)                                  # as `pack` lays them out
     groups = _groups(arrays, token_turns, order, number)
-    def look(layout, asks):
-        if not asks.sees: return None
+    def look(layout, needs):
+        if not needs.values: return None
         held = arrays.values[rows][arrays.mask[rows]].float()
         return Measured(values=torch.zeros(layout.ids.shape).masked_scatter(layout.trained, held))
     batch = assign(method, groups, look, rng, rewards=_rewards(method, arrays, groups, order))
@@ -700,7 +700,7 @@ def _rules_like(arrays, advantages):
             there = all(getattr(batch, x) is not None for x in wanted)
             fits = there and ('turns' in wanted) == (batch.turns is not None)
             key = method.rule.name, method.own(method.rule)       # rows may differ in their reward or loss alone
-            if not fits or key in tried or method.sampling.selects or method.sampling.reads: continue
+            if not fits or key in tried or method.sampling.selects or method.sampling.text: continue
             tried.append(key)
             ours = assign_arrays(method, batch).advantages
             size = (ours * ours).sum()

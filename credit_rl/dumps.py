@@ -14,7 +14,7 @@ from .audit import kendall
 from .groups import index_groups
 from .methods import METHODS, get_method
 from .options import plain
-from .parts import assign, bind
+from .parts import assign
 from .protocol import calls_in, get_protocol, last_answer, parse
 from .readers import RowError, read_line, read_rows
 from .trajectory import Group, Question, Result, Stop, Trajectory, Turn
@@ -379,12 +379,11 @@ def text_credit(
     method: Method, or the name of one, that asks no model
     options: dict, of the method
     """
-    method = bind(get_method(method) if isinstance(method, str) else method, options)
-    asks = method.asks(groups)
-    if asks.sees or asks.plays:
+    method = (get_method(method) if isinstance(method, str) else method).bind(options)
+    if method.needs.forwards or method.needs.plays:
         raise ValueError(f'{method.name} asks a model, and there is none here: take a rule of text, such as '
                          f'{", ".join(text_methods()[:4])}')
-    batch = assign(method, groups, lambda layout, asks: None, torch.Generator().manual_seed(0))
+    batch = assign(method, groups, lambda layout, needs: None, torch.Generator().manual_seed(0))
     mask = index_groups(groups)[0]
     total, count = torch.zeros(2, *mask.shape)
     if batch.empty: return total
@@ -413,8 +412,8 @@ def dump_credit(
 
 def text_methods():
     "Names of the methods that ask no model: list of str."
-    return [name for name, m in METHODS.items()
-            if not m.sees and not m.asks([]).plays and not any(r.words and r.words(m.own(r)) for r in m.rewards)]
+    needs = {name: method.needs for name, method in METHODS.items()}
+    return [name for name, n in needs.items() if not (n.forwards or n.plays or n.words)]
 
 # %% ../nbs/7_elsewhere/83_dumps.ipynb #c017x1
 def compare_rules(

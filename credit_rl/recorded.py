@@ -15,7 +15,7 @@ from .environment import asked_protocol
 from .layout import turn_means
 from .methods import get_method
 from .models import load_tokenizer
-from .parts import Facts, Measured, assign, bind, first_tokens
+from .parts import Facts, Measured, assign, first_tokens
 from .protocol import worded
 from .runlog import read_params, read_turns
 from .scoring import SCHEMA_OPTION, read_schema
@@ -141,18 +141,18 @@ def _recorded_look(
 ):
     "A `look` for `assign` that answers from what a run kept, and raises `NotKept` where it cannot."
     rows_of = {id(a.group): a.rows for a in attempts}
-    def look(layout, asks):
-        rows, seen = [r for g in asks.groups for r in rows_of[id(g)]], {}
-        if asks.plays: raise NotKept('needs values by playing on from every state, which are not kept')
+    def look(layout, needs):
+        rows, seen = [r for g in needs.groups for r in rows_of[id(g)]], {}
+        if needs.plays: raise NotKept('needs values by playing on from every state, which are not kept')
         for who, name in (('gold', 'belief'), ('teacher', 'potential')):
-            if who not in asks.sees: continue
+            if who not in needs.golds: continue
             x = _states(rows, name, layout.states.shape[:2])
-            asked = read_schema(asks.schemas[who], protocol)
+            asked = read_schema(needs.golds[who].schema, protocol)
             if schemas.get(who, asked) != asked:
                 raise NotKept(f'scores golds in other words than this run did, {asked.before!r} … {asked.after!r}')
-            if asks.ends: _check_ends(x, layout, name)
+            if needs.ends: _check_ends(x, layout, name)
             seen[f'{who}_logp'], seen[f'{who}_tokens'] = _scored(x.log() if name == 'belief' else x)
-        if 'values' in asks.sees: seen['values'] = _token_values(rows, layout, method.critic)
+        if needs.values: seen['values'] = _token_values(rows, layout, method.critic)
         return Measured(**seen)
     return look
 
@@ -186,9 +186,7 @@ def _step_credit(attempts, method, look, seed):
 # %% ../nbs/6_looking/69_recorded.ipynb #c020
 def _refuse_judge(method):
     "Refuse a rule that would ask a judge. Raises NotKept."
-    for part in method.rewards:
-        if part.words and part.words(method.own(part)):
-            raise NotKept(f'{part.name} asks a judge, and none is asked now')
+    for name in method.needs.words: raise NotKept(f'{name} asks a judge, and none is asked now')
 
 def _refuse_critic(method, settings):
     "Refuse the values of a critic that was taught other rewards than the rule's. Raises NotKept."
@@ -209,9 +207,10 @@ def _facts(settings, protocol):
 def _schemas(settings, protocol):
     "In what words the run scored golds: dict 'gold' or 'teacher' -> Schema."
     if settings is None: return {}
-    asked = bind(get_method(settings.course.method), settings.course.options).asks([]).schemas
-    measured = {'gold': SCHEMA_OPTION.default} if 'belief' in settings.keeping.measure else {}
-    return {who: read_schema(schema, protocol) for who, schema in {**measured, **asked}.items()}
+    asked = get_method(settings.course.method).bind(settings.course.options).needs.golds
+    schemas = {'gold': SCHEMA_OPTION.default} if 'belief' in settings.keeping.measure else {}
+    schemas |= {who: golds.schema for who, golds in asked.items()}
+    return {who: read_schema(schema, protocol) for who, schema in schemas.items()}
 
 # %% ../nbs/6_looking/69_recorded.ipynb #c020x5
 def recorded_credit(
@@ -225,7 +224,7 @@ def recorded_credit(
     there is not."""
     settings, protocol = recording.settings, recording.protocol
     if options is None: options = settings.course.options if settings else {}
-    method = bind(get_method(name), options, _facts(settings, protocol))
+    method = get_method(name).bind(options, _facts(settings, protocol))
     look = _recorded_look(recording.attempts, method, _schemas(settings, protocol), protocol)
     found = []
     for _, same in itertools.groupby(recording.attempts, lambda a: (a.step, a.kind)):

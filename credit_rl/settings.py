@@ -25,7 +25,7 @@ from .methods import METHODS, get_method
 from .models import Policy, check_model, load_tokenizer
 from .options import SettingsGroup, options_in, read_options, setting, with_defaults
 from .parameters import from_settings, notebook_settings
-from .parts import Facts, Loss, bind
+from .parts import Facts, Loss
 from .protocol import PROTOCOLS, worded
 from .rollout import check_lengths
 from .runlog import RunFolder, check_trackers, read_json
@@ -250,7 +250,7 @@ class _TeacherChoice(SettingsGroup):
     def period(self, method, steps):
         """Steps after which the copy of the policy that teaches is made anew, 0: never, 1: it is the policy itself;
         None where there is no such teacher."""
-        if 'teacher' not in method.sees or self.teacher != 'self': return None
+        if not method.needs.teacher or self.teacher != 'self': return None
         return max(1, round(.4 * steps)) if self.teacher_every is None else self.teacher_every
 
 # %% ../nbs/5_run/61_settings.ipynb #n0110
@@ -378,7 +378,7 @@ def check(config):
     else: _check_sets(task, acting.protocol)
     if not (s.course.resume and (Path(s.course.run)/'params.yaml').exists()): _check_unread(task, acting.protocol)
     _check_words(acting, task.data)
-    schema_notes(acting, task.data, scored_schemas(bind(method, s.course.options), s.keeping.measure))
+    schema_notes(acting, task.data, scored_schemas(method.bind(s.course.options), s.keeping.measure))
     if s.critic.critic_from: _check_warmed(s, method)
     check_lora(s.host.lora)
     if s.learning.tree: _check_tree(acting.model, s.host.lora)
@@ -520,18 +520,18 @@ def check_ahead(settings):
     if not mismatch.correction:
         raise ValueError("ahead=1 learns from what older weights sampled, but correction is None, and nothing would "
                          "weigh it: give correction='truncated' or correction='masked'")
-    if plays := bind(get_method(course.method), course.options).asks([]).plays:
+    if plays := get_method(course.method).bind(course.options).needs.plays:
         raise ValueError(f'{course.method} plays on {plays} times from every state, and with ahead=1 the engine is '
                          'busy with the next step by then: leave ahead at 0, or take another method')
 
 # %% ../nbs/5_run/61_settings.ipynb #c024
 def _check_method(s, method):
     "Refuse more turns than a method's rule knows, a lone attempt where it compares, and settings that say nothing."
-    name, most, turns = s.course.method, method.rule.most_turns, s.acting.max_turns
-    row = protocol_row(s.acting.protocol)
-    bind(method, s.course.options, Facts(tags=row and (row.think_tag, row.call_tag, row.answer_tag)))
-    if most and turns > most:
-        raise ValueError(f'{name} is for rollouts of {most} turns, so max_turns must be {most}, got {turns}')
+    name, row = s.course.method, protocol_row(s.acting.protocol)
+    facts = Facts(tags=row and (row.think_tag, row.call_tag, row.answer_tag), max_turns=s.acting.max_turns)
+    method.bind(s.course.options, facts)
+    for part in method.parts:
+        if why := part.fits(facts, {}): raise ValueError(f'{name}: {why}')
     if s.critic.critic and not method.critic:
         raise ValueError(f'{name} has no critic; leave out critic={s.critic.critic!r}')
     if s.teacher.teacher != 'self' and s.teacher.teacher_every:
@@ -561,14 +561,14 @@ def _check_tools(s, method):
     for n in ('corpus', 'cut', 'dense', 'patience') if tools is not None else ():
         if not getattr(task, n): continue
         raise ValueError(f"{n} would not be searched: the model calls tools of one's own; leave it out")
-    if tools is not None and tools.make and bind(method, s.course.options).asks([]).plays:
+    if tools is not None and tools.make and method.bind(s.course.options).needs.plays:
         raise ValueError(f'{name} plays on from every state, and an environment of one\'s own cannot be brought back to one: '
                          'take another method')
     if not given: return
     if method.own_scorer:
         raise ValueError(f"{name} scores answers by {method.own_scorer}, and would not read a reward of one's own: take a method "
                          'whose outcome is outcome, or leave out reward')
-    if method.rule.chance_only and not task.right:
+    if method.learns_chance and not task.right:
         raise ValueError(f'{name} learns the chance of a right answer: say by right=… from which reward on one is right')
 
 def _check_learning(learning, method):
@@ -656,9 +656,9 @@ def scored_schemas(
     measure,  # names in MEASURES
 ):
     "How the golds that a run scores are written down: list, see `read_schema`."
-    asked = method.asks([]).schemas
-    measured = 'belief' in measure and 'gold' not in asked
-    return [*asked.values(), *[SCHEMA_OPTION.default] * measured]
+    needs = method.needs
+    measured = 'belief' in measure and not needs.gold
+    return [*(golds.schema for golds in needs.golds.values()), *[SCHEMA_OPTION.default] * measured]
 
 def schema_notes(acting, data, schemas, load=False):
     """What to say of the words around scored golds, list of str; with `load` the model's tokenizer is asked which of

@@ -28,7 +28,7 @@ from .methods import extra_passes, get_method
 from .outcome import Earned
 from .metrics import benchmark_metric, gold_note
 from .models import find_model, load_model, load_tokenizer, write_model
-from .parts import Facts, bind, services
+from .parts import Facts
 from .protocol import check_tokenizer, worded
 from .retrieval import BM25
 from .rollout import check_prompts
@@ -319,8 +319,8 @@ def bound_method(
     "A run's `Method`, with the options that are set, and for the others what the run knows."
     options = {**(get_regime(task.regime).options if task.regime else {}), **course.options}
     method, facts = get_method(course.method), run_facts(task, questions_per_step, chat, max_turns)
-    if facts.right and method.rule.chance_only: facts = dataclasses.replace(facts, metric=facts.right)
-    return bind(method, options, facts, loss)
+    if facts.right and method.learns_chance: facts = dataclasses.replace(facts, metric=facts.right)
+    return method.bind(options, facts, loss)
 
 def _data_metric(names):
     "What data sets are scored by: one function, or a dict by set where they differ."
@@ -460,7 +460,7 @@ def make_learner(
     aside = 'cpu' if host.learner == 'deepspeed' else None
     reference = origin.load_base(aside) if s.keeping.log_kl or loss.kl else None
     critic = start_critic(method, s.critic, model, s.course.seed, origin.dtype)
-    teacher = _load_teacher(s.teacher.teacher, origin, aside) if 'teacher' in method.sees else None
+    teacher = _load_teacher(s.teacher.teacher, origin, aside) if method.needs.teacher else None
     frozen = FrozenModels(reference, teacher, s.teacher.period(method, s.course.steps), tuple(host.offload))
     if host.gradient_checkpointing:
         for m in (model, critic and critic.model):
@@ -507,7 +507,7 @@ def plan_of(
     adapted, teacher = origin_of(s.course, s.acting, host, s.critic).adapted, s.teacher.teacher
     critic, every = s.critic.kind(method), s.teacher.period(method, s.course.steps)
     copies, frozen = every not in (None, 1), critic == 'frozen'
-    alone = 'teacher' in method.sees and teacher != 'self' and not (teacher == 'base' and adapted)
+    alone = bool(method.needs.teacher) and teacher != 'self' and not (teacher == 'base' and adapted)
     held = {'reference': bool(s.keeping.log_kl or learning.loss_of(method).kl) and not adapted,
             'teacher': copies or alone}
     vllm, apart = host.engine == 'vllm', host.own_process and host.vllm.get('transfer') in (None, 'file')
@@ -524,7 +524,7 @@ def plan_of(
         twice=critic == 'shared' and s.critic.critic_step == 'apart' and s.critic.critic_mix != 0,
         both=bool(learning.ahead) and acts, together=critic == 'own' and s.critic.critic_step != 'apart',
         **_forwards(s.acting, learning, learning.loss_of(method), s.keeping.measure),
-        branches=max(_answer_tokens(s.acting, bind(method, s.course.options), s.keeping.measure).values(), default=0),
+        branches=max(_answer_tokens(s.acting, method.bind(s.course.options), s.keeping.measure).values(), default=0),
         prompts=0 if vllm else min(_READ_TOKENS, played * s.acting.max_tokens),
         **_sent_at_a_time(host.deepspeed))
 
@@ -566,10 +566,10 @@ _ANSWER = 24     # ids of a gold answer and of the words around it, about those 
 def _answer_tokens(acting, method, measure):
     """Ids of the gold answers that are asked at the states of a row, at most, by whom: dict 'gold' or 'teacher' -> int.
     Where nothing caps the accepted answers of a question they are taken to be as many as GOLDS_OPTION allows."""
-    asked = method.asks([])
-    golds = {who: asked.most.get(who, GOLDS_OPTION.default) for who in asked.schemas}
+    needs = method.needs
+    golds = {who: asked.most or GOLDS_OPTION.default for who, asked in needs.golds.items()}
     if 'belief' in measure: golds.setdefault('gold', GOLDS_OPTION.default)
-    states = -(-(acting.max_turns + asked.ends) // _rows_of_context(acting))
+    states = -(-(acting.max_turns + needs.ends) // _rows_of_context(acting))
     return {who: states * most * _ANSWER for who, most in golds.items()}
 
 # %% ../nbs/5_run/62_setup.ipynb #n0306
@@ -583,7 +583,7 @@ def load_of(
                          bool(learning.recompute or s.host.engine == 'vllm' or learning.ahead),
                          s.teacher.period(method, s.course.steps) or 0,
                          [name for name in s.keeping.measure if not (name == 'entropy' and loss.entropy)])
-    golds = _answer_tokens(s.acting, bind(method, s.course.options), s.keeping.measure)
+    golds = _answer_tokens(s.acting, method.bind(s.course.options), s.keeping.measure)
     behind = sum(golds.values()) * _rows_of_context(s.acting) / most               # read behind what is read anyway
     rows = _forwards(s.acting, learning, loss, s.keeping.measure)['rows']
     return Load(learning.questions_per_step * learning.group_size * most, most, sum(reads.values()) + behind,
@@ -673,7 +673,7 @@ def examine(
         if not Path(model).exists(): notes.append(f'{model} is a name on the hub: its weights were not looked at')
         for line in notes: say(line)
     method = bound_method(s.course, task, s.learning.questions_per_step)
-    wrong += complaints(lambda: [service.check() for service in services(method)])      # a judge is asked one word
+    wrong += complaints(lambda: [service.check() for service in method.services])      # a judge is asked one word
     if s.host.learner == 'deepspeed' and importlib.util.find_spec('deepspeed') is None:
         wrong.append("learner='deepspeed' needs DeepSpeed: pip install 'credit_rl[train]'")
     scored = scored_schemas(method, s.keeping.measure)

@@ -24,7 +24,7 @@ from .losses import kl
 from .metrics import exact_match
 from .outcome import outcome_rewards
 from .protocol import boxed
-from .parts import Measured, part_metrics, start_values
+from .parts import Measured, start_values
 from .runlog import metrics_by_step, read_params, read_summary
 from .trajectory import to_json
 from .warmup import read_tiers, segment_statistics
@@ -163,7 +163,7 @@ def credit_metrics(
         out['explained_variance'] = explained_variance(seen.values[valued], credit.returns[valued])
         out['explained_outcome'] = _explained_outcome(seen.values, rewards['outcome'], layout)
     if segments: out |= segment_statistics(batch.groups, layout, seen.values if seen else None)
-    return out | part_metrics(method, batch)
+    return out | method.metrics(batch)
 
 def _explained_outcome(values, outcome, layout):
     """Explained variance of the outcomes (N,) by the values (R, T) at the states before turns (CARL appendix I.2);
@@ -193,8 +193,7 @@ def kl_from_base(learner, layout):
 
 # %% ../nbs/5_run/57_step_metrics.ipynb #m5718
 def _turn_records(
-    batch,   # Batch of N trajectories
-    method,  # Method, bound to a run: the first of its rewards that has a potential says what Φ is
+    batch,  # Batch of N trajectories
 ):
     """What was found at every turn and state, by name, NaN where it is missing: `turn_rewards` (N, K), the outcome
     apart; and, where a model was asked, `values` (N, K), the critic's at the start of a turn, `belief` (N, K+1), the
@@ -203,19 +202,16 @@ def _turn_records(
     found, seen = {'turn_rewards': batch.rewards['turns']}, batch.seen or Measured()
     if seen.values is not None: found['values'] = start_values(seen.values, batch.layout)
     if seen.gold_logp is not None: found['belief'] = state_logp(seen).exp()
-    for part in method.rewards:
-        if part.potential: found.setdefault('potential', part.potential(seen, method.own(part)))
-    return found
+    return found | {name: x for name, x in batch.rewards.items() if name == 'potential'}
 
 # %% ../nbs/5_run/57_step_metrics.ipynb #m5719
 def rollout_rows(
-    method,  # Method, bound to a run
-    batch,   # Batch of N trajectories
-    shown,   # list of indices
+    batch,  # Batch of N trajectories
+    shown,  # list of indices
 ):
     "Rollouts as JSON values, with what their turns earned and what their states were found to be: list of dict."
     earned, played = batch.rewards['outcome'].tolist(), batch.trajectories
-    tables, most = _turn_records(batch, method) if shown else {}, batch.layout.turn_mask.shape[1]
+    tables, most = _turn_records(batch) if shown else {}, batch.layout.turn_mask.shape[1]
     means = turn_means(batch.credit.advantages, batch.layout)
     return [{'kind': 'train', 'trajectory': to_json(played[i]), 'reward': earned[i],
              'advantages': means[i, :len(played[i].turns)].tolist(), **_token_advantages(batch, i),

@@ -27,8 +27,7 @@ from .estimate import kept_lengths
 from .models import find_model
 from .outcome import outcome_rewards
 from .parameters import by_group, error_line, make_parser, read_settings
-from .parts import (Asks, Measured, assign, at, begin, every_turn, move, services, start_values,
-                             to_tokens)
+from .parts import Golds, Measured, Needs, assign, every_turn, start_values, to_tokens
 from .world import get_regime
 from .protocol import prompt_hash
 from .rollout import continuations, rollout
@@ -56,7 +55,7 @@ def train_step(
     measure_kl=False,   # also how far the policy is from its base: two more forwards
 ):
     "Take one training step. Returns its metrics; rollouts and clocks go to the run's log."
-    s, method, look = run.settings, at(run.method, run.memory['method']), run.look(step)
+    s, method, look = run.settings, run.method.at_step(run.memory['method']), run.look(step)
     ahead, since = run.ahead if run.ahead and run.ahead.step == step else None, time.monotonic()
     before = _service_counts(method)
     groups, rewards = play_step(run.actor, method, step, ahead)
@@ -75,13 +74,13 @@ def train_step(
         metrics |= credit_metrics(method, batch, run.learner.critic, run.segments)
         metrics['trained_tokens'] = s.learning.epochs * credited_tokens(credit, batch.layout)
         if measure_kl: metrics |= kl_from_base(run.learner, batch.layout)
-        with run.log.timed('update'), _keeping_bad(run.log, step, run.method, batch):
+        with run.log.timed('update'), _keeping_bad(run.log, step, batch):
             update = run.learner.step(batch.layout, batch.seen, credit)
             if run.replay: update |= run.replay.teach(run.learner, step, run.prefix, s.learning.tree)
         run.learner.tick(step)
     with run.log.timed('load'): hand_over(run.learner, run.engine, s.host, run.ranks)
-    run.memory['method'] = move(method, run.memory['method'], batch)
-    keep_rollouts(run.log, step, run.method, batch, s.keeping, run.setup.chat)
+    run.memory['method'] = method.move(run.memory['method'], batch)
+    keep_rollouts(run.log, step, batch, s.keeping, run.setup.chat)
     if look.left_out: metrics['golds_left_out'] = look.left_out
     return {**metrics, **sampler, 'read_tokens': look.tokens, **update}
 
@@ -110,7 +109,7 @@ class Run:
                                    self.setup.environments['train'].max_turns)
         self.metric = get_regime(s.task.regime).metric if s.task.regime else self.method.metric
         # a teacher that has words of its own is told what was said
-        asked = s.teacher.teacher if 'teacher' in self.method.sees else 'self'
+        asked = s.teacher.teacher if self.method.needs.teacher else 'self'
         self.teacher = teacher_chat(asked, self.setup.chat.tokenizer, self.setup.chat.protocol)
         self.prefix = len(self.setup.chat.encode(answer_header(self.setup.chat)))
         self.segments = bool(self.setup.chat.protocol.context_tag)
@@ -120,22 +119,22 @@ class Run:
         self.dev_tiers = known_tiers(from_warmup, 'dev') or taught['dev']
         count = s.critic.critic_replay
         self.replay = Replay(*forced_rollouts(from_warmup), count, self.metric, s.course.seed) if count else None
-        self.answers = _AnswerCheck(s.learning.unanswered, services(self.method), self.say)
-        start = {'best': -1., 'best_step': 0, 'rates': [], 'base': None, 'method': begin(self.method)}
+        self.answers = _AnswerCheck(s.learning.unanswered, self.method.services, self.say)
+        start = {'best': -1., 'best_step': 0, 'rates': [], 'base': None, 'method': self.method.begin()}
         self.memory = start | self.memory
 
     @property
     def gated(self):
         "Whether the critic had to pass a gate, or was warmed up for one."
         return bool(self.segments and self.learner.critic
-                    and (self.method.rule.gated or self.settings.critic.critic_from))
+                    and (self.method.learns_chance or self.settings.critic.critic_from))
 
     def look(self, step=0):
         "What answers the method's questions about a step's batch: `Look`."
         loss, learning, measure = self.learner.loss, self.settings.learning, self.settings.keeping.measure
-        own = ['logp'] * (learning.recompute or self.mismatch is not None) + ['ref_logp'] * bool(loss.kl)
-        own += ['entropy'] * ('entropy' in measure and not loss.entropy)                # else the update tells it
-        act = lambda asks: self.actor.play_on(asks, step, self.method)
+        own = Needs(logp=bool(learning.recompute or self.mismatch is not None), ref_logp=bool(loss.kl),
+                    entropy='entropy' in measure and not loss.entropy)                  # else the update tells it
+        act = lambda needs: self.actor.play_on(needs, step, self.method)
         return Look(self.learner, self.setup.chat, self.log, own, 'belief' in measure, act, self.teacher)
 
     def evaluate(self, part):
@@ -249,13 +248,13 @@ class Actor:
                                      seed_of('gate', self.seed))
         return self.ranks.each(self.setup.questions['dev'], play)
 
-    def play_on(self, asks, step, method):
+    def play_on(self, needs, step, method):
         """Values of the states before all turns, by continuations of the policy that acted: (N, K), or None where they
         are not asked for. Then the engine rests, while models read."""
         values = None
-        if asks.plays:
-            states, index = distinct_states(asks.groups)
-            play = lambda share: continuations(self.engine, self.setup.environments['train'], share, asks.plays,
+        if needs.plays:
+            states, index = distinct_states(needs.groups)
+            play = lambda share: continuations(self.engine, self.setup.environments['train'], share, needs.plays,
                                                self.acting.sampling, seed_of('play on', self.seed, step))
             with self.log.timed('play_on'): played = self.ranks.each(states, play)
             earned = self.ranks.once(lambda: score_continuations(played, lambda g: method.text_rewards(g)['outcome']))
@@ -287,10 +286,10 @@ def _asking(method, asks):
     if not (asks and judged):
         yield None
         return
-    ended, under_way, counts = deque(), [], [(judge, dict(judge.counts)) for judge in services(method)]
+    ended, under_way, counts = deque(), [], [(judge, dict(judge.counts)) for judge in method.services]
     def ask():
         groups = [Group(t.question, [t]) for t in (ended.popleft() for _ in range(len(ended)))]
-        for r in judged if groups else (): r.text(groups, method.own(r))
+        for r in judged if groups else (): r.text(groups, {}, method.own(r))
     def each(trajectories):
         ended.extend(trajectories)
         under_way.append(pool.submit(ask))
@@ -315,26 +314,26 @@ def play_step(
 ):
     """Play a step's questions, dealt out over the ranks, as far as they were not played ahead: groups, and what their
     text earned. A sampling that wants more groups than it finds worth an update gets another round, up to its limit."""
-    groups, part, ranks = list(ahead.groups) if ahead else [], method.sampling, actor.ranks
-    for again in range(part.rounds(method.own(part)) if part.rounds else 1):
+    groups, ranks = list(ahead.groups) if ahead else [], actor.ranks
+    for again in range(rounds := method.needs.rounds):
         questions, play = actor.round(step, again)
         if again or not groups:
             with actor.log.timed('rollout'), _asking(method, ranks.first) as each:
                 groups += ranks.each(questions, lambda share: play(share, each=each))
         rewards = ranks.once(lambda: method.text_rewards(groups))       # a judge may say something else the next time
-        if not part.rounds: break
+        if again + 1 == rounds: break
         if len(set(method.keep(groups, rewards, _keep_generator(actor.seed, step))[0])) >= len(questions): break
     return groups, rewards
 
 def _service_counts(method):
     "What a method's services were asked so far: Counter, by the names of JUDGE_LOGS."
     total = Counter()
-    for service in services(method): total.update(judge_counts(service))
+    for service in method.services: total.update(judge_counts(service))
     return total
 
 def _asked_since(before, method, ranks):
     "What a method's services were asked since the counts `before`, on the first rank, which asks: dict."
-    if not services(method): return {}
+    if not method.services: return {}
     return ranks.once(lambda: {name: n - before[name] for name, n in _service_counts(method).items()})
 
 # %% ../nbs/5_run/63_train.ipynb #c0442
@@ -347,29 +346,29 @@ class Look:
         learner,
         chat,
         log,           # its clock
-        own=(),        # as in Asks.sees: what the run wants to see, whatever the method asks
+        own=Needs(),   # what the run wants to see, whatever the method needs
         belief=False,  # whether the policy's belief in the gold is measured
-        act=None,      # function of Asks, called first: values of states by playing on (N, K), or None
+        act=None,      # function of Needs, called first: values of states by playing on (N, K), or None
         teacher=None,  # Chat of a teacher that has words of its own; None: it reads the policy's ids
     ):
         self.learner, self.chat, self.log, self.own, self.belief, self.act = learner, chat, log, own, belief, act
         self.teacher = teacher
         self.passes, self.tokens, self.left_out = Counter(), 0, 0
 
-    def __call__(self, layout, asks):
+    def __call__(self, layout, needs):
         "What is asked, what the loss needs, and what is measured: `Measured`, None if that is nothing."
-        values = self.act(asks) if self.act else None
-        seen = self._look(layout, asks)
+        values = self.act(needs) if self.act else None
+        seen = self._look(layout, needs)
         return seen if values is None else dataclasses.replace(seen or Measured(), state_values=values)
 
-    def _look(self, layout, asks):
+    def _look(self, layout, needs):
         "What models find out: `Measured`, None if nothing is asked."
-        asks = dataclasses.replace(asks, sees=tuple(dict.fromkeys((*asks.sees, *self.own))))
-        seen = self._read(layout, asks) if asks.sees else None
-        if not self.belief or 'gold' in asks.sees: return seen
+        needs = needs | self.own
+        seen = self._read(layout, needs) if needs.forwards else None
+        if not self.belief or needs.gold: return seen
         # apart from what is asked, whose forwards are then the same, to the last digit, as without it
-        schemas = {'gold': belief_schema(self.chat.protocol)}
-        found = self._read(layout, Asks(asks.groups, ('gold',), schemas, most={'gold': GOLDS_OPTION.default}))
+        own = Golds(belief_schema(self.chat.protocol), GOLDS_OPTION.default)
+        found = self._read(layout, Needs(gold=own, groups=needs.groups))
         return dataclasses.replace(seen or Measured(), gold_logp=found.gold_logp, gold_tokens=found.gold_tokens)
 
     def _chat_of(self, who): return self.teacher or self.chat if who == 'teacher' else self.chat
@@ -380,17 +379,19 @@ class Look:
         prefix = len(self.teacher.encode(answer_header(self.teacher)))
         return pack(retell(groups, self.teacher, self.chat.opening), prefix)
 
-    def _read(self, layout, asks):
+    def _read(self, layout, needs):
         "What the learner finds: `Measured`."
-        golds = {who: gold_templates(self._chat_of(who), asks.groups, schema, asks.most.get(who))
-                 for who, schema in asks.schemas.items()}
-        self.left_out = max([self.left_out, *(_golds_left_out(self.chat, asks.groups, n) for n in asks.most.values())])
+        golds = {who: gold_templates(self._chat_of(who), needs.groups, asked.schema, asked.most)
+                 for who, asked in needs.golds.items()}
+        left_out = (_golds_left_out(self.chat, needs.groups, asked.most) for asked in needs.golds.values())
+        self.left_out = max(self.left_out, *left_out, 0)
         found, clocks = {}, {}
-        for name in asks.sees: clocks.setdefault('teacher' if name == 'teacher' else 'evaluate', []).append(name)
-        for clock, sees in clocks.items():
+        for name in needs.forwards: clocks.setdefault('teacher' if name == 'teacher' else 'evaluate', []).append(name)
+        for clock, names in clocks.items():
             with self.log.timed(clock):
-                shown = self._shown(clock, layout, asks.groups)
-                seen = self.learner.evaluate(shown, sees, {who: golds[who] for who in sees if who in golds}, asks.ends)
+                shown = self._shown(clock, layout, needs.groups)
+                scored = {who: golds[who] for who in names if who in golds}
+                seen = self.learner.evaluate(shown, names, scored, needs.ends)
             found |= {name: value for name, value in vars(seen).items() if value is not None}
             self.passes += self.learner.passes
             self.tokens += sum(self.learner.passes.values()) * int(shown.lengths.sum())
@@ -409,20 +410,20 @@ def _answer_tokens(answers, scored):
     return sum(n * len(answer.ids) for row, counts in zip(answers, times) for answer, n in zip(row, counts))
 
 # %% ../nbs/5_run/63_train.ipynb #t6307
-def keep_rollouts(log, step, method, batch, keeping, chat=None):  # RunLog, int, Method, Batch, Keeping, Chat
+def keep_rollouts(log, step, batch, keeping, chat=None):  # RunLog, int, Batch, Keeping, Chat
     "Write the first groups of a step to the log, with their drift where their chat is known."
     if not is_kept(step, keeping.log_steps): return
     shown = [i for i, b in enumerate(batch.layout.groups.tolist()) if b < keeping.log_rollouts]
-    rows = rollout_rows(method, batch, shown)
+    rows = rollout_rows(batch, shown)
     if chat: rows = [{**row, 'drift': reencoding_drift(chat, batch.trajectories[i])} for row, i in zip(rows, shown)]
     log.turns(step, rows)
 
 @contextlib.contextmanager
-def _keeping_bad(log, step, method, batch):  # RunLog, int, Method, Batch
+def _keeping_bad(log, step, batch):  # RunLog, int, Batch
     "Where an update is refused, keep in `bad_step.json` what it was, and the rollouts that made it. Raises BadStep."
     try: yield
     except BadStep as e:
-        log.bad_step({'step': step, 'error': str(e), 'rollouts': rollout_rows(method, batch, e.trajectories)})
+        log.bad_step({'step': step, 'error': str(e), 'rollouts': rollout_rows(batch, e.trajectories)})
         raise BadStep(f'step {step}, {e}; the rollouts that made it are in {log.folder/"bad_step.json"}') from e
 
 # %% ../nbs/5_run/63_train.ipynb #c049
@@ -497,7 +498,7 @@ def play_ahead(run, step):
         if not (mine := run.ranks.share(questions)): return []
         with run.log.timed('ahead'): groups = play(mine, off)
         # a judge keeps its replies, so that it can answer now, while the learner learns; for several ranks later
-        if run.ranks.count == 1 and any(isinstance(s, Judge) for s in services(run.method)):
+        if run.ranks.count == 1 and any(isinstance(s, Judge) for s in run.method.services):
             run.method.text_rewards(groups)
         return groups
     with ThreadPoolExecutor(1, 'ahead') as pool:
@@ -662,7 +663,7 @@ def begin_run(
     method = bound_method(course, task, s.learning.questions_per_step)
     _check_teacher(s.teacher, method, course)
     origin = origin_of(course, acting, host, s.critic)
-    asked = services(method) if ranks.first else []
+    asked = method.services if ranks.first else []
     for service in asked: service.check()
     log = RunLog(course.run, course.resume, s.keeping.trackers) if ranks.first else SilentLog(course.run)
     with log.beginning():
@@ -811,8 +812,7 @@ def judge_hashes(
     method,  # Method of a run
 ):
     "Hash the words in which rewards ask a judge: dict name of the reward -> 12 hex digits, {} where none asks."
-    words = {r.name: r.words(method.own(r)) for r in method.rewards if r.words}
-    return {name: prompt_hash(text) for name, text in words.items() if text}
+    return {name: prompt_hash(text) for name, text in method.needs.words.items()}
 
 # %% ../nbs/5_run/63_train.ipynb #c089
 def train(

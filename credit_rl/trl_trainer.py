@@ -19,7 +19,7 @@ from .folr import folr_rewards
 from .layout import loss_weights
 from .methods import get_method
 from .parameters import by_group, error_line, make_parser, read_settings
-from .parts import Measured, assign, bind
+from .parts import Measured, assign
 from .protocol import PROTOCOLS, last_answer
 from .rollout import rollout
 from .runlog import RunLog
@@ -106,12 +106,12 @@ def policy_look(
     model,  # Hugging Face causal model, whole on this device
     chat,   # Chat
 ):
-    """What answers `Asks` about gold answers by a model: function (layout, Asks) -> Measured, None where nothing is
+    """What answers `Needs` of gold answers by a model: function (layout, Needs) -> Measured, None where nothing is
     asked."""
-    def look(layout, asks):
-        if not asks.sees: return None
-        golds = gold_templates(chat, asks.groups, asks.schemas['gold'], asks.most.get('gold'))
-        states = layout.states if asks.ends else acting_states(layout.states, layout.turn_mask)
+    def look(layout, needs):
+        if not needs.gold: return None
+        golds = gold_templates(chat, needs.groups, needs.gold.schema, needs.gold.most)
+        states = layout.states if needs.ends else acting_states(layout.states, layout.turn_mask)
         device = next(model.parameters()).device
         scores = answer_logps(model, (layout.ids.to(device), layout.lengths.to(device)), states.to(device), golds)
         return Measured(gold_logp=scores.sums.float().cpu(), gold_tokens=scores.tokens.cpu())
@@ -120,8 +120,8 @@ def policy_look(
 def _check_method(method):
     "Refuse a method that TRL cannot serve. Raises ValueError naming what is missing."
     lacks = {'values': 'has no critic', 'teacher': 'has no teacher'}
-    why = [lacks[name] for name in method.sees if name in lacks]
-    if method.asks([]).plays: why.append('plays on from no state')
+    why = [lacks[name] for name in method.needs.forwards if name in lacks]
+    if method.needs.plays: why.append('plays on from no state')
     if why:
         raise ValueError(f'{method.name} cannot be served, TRL {why[0]}: take a method that judges text or asks the '
                          'policy, as tspo or igpo do, or our own loop (credit_rl.train)')
@@ -183,7 +183,7 @@ class TurnCredit(_Shared):
     seed: int, of the rollouts
     engine: None: TRL's model itself
     """
-    method: object       # Method; `bind` sets its options
+    method: object       # Method; its `bind` sets options
     environment: object  # Environment
     sampling: object = field(default_factory=SamplingParams)  # Sampling; temperature as in GRPOConfig
     seed: int = 0        # of the rollouts
@@ -377,7 +377,7 @@ class EnvironmentCredit(_Shared):
     environment: Environment, of a protocol that searches
     seed: int, of samplings that draw
     """
-    method: object       # Method; `bind` sets its options
+    method: object       # Method; its `bind` sets options
     environment: object  # Environment, of a protocol that searches
     seed: int = 0        # of samplings that draw
     rows: list = ()      # of the batch under way
@@ -428,13 +428,13 @@ class TurnAdvantages:
     def __post_init__(self):
         method = get_method(self.rule) if isinstance(self.rule, str) else self.rule
         wanted = needs(method)
-        if 'values' in wanted or method.sampling.selects or method.sampling.reads:
+        if 'values' in wanted or method.sampling.selects or method.sampling.text:
             raise ValueError(f'{method.name} needs a critic, drops groups, or reads text, and TRL has rewards alone: '
                              'take a rule that compares the attempts at one question, such as tspo')
         if ('turns' in wanted) != (self.evidence is not None):
             raise ValueError(f'{method.name} ' + ('reads what each turn earned: give evidence' if 'turns' in wanted else
                                                   'reads outcomes alone: leave out evidence'))
-        self.method = bind(method, self.options)
+        self.method = method.bind(self.options)
 
     def check(self, args): "Any `GRPOConfig` will do."
 

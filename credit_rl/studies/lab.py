@@ -25,7 +25,7 @@ from ..methods import get_method
 from ..options import SettingsGroup, nearest, setting
 from ..outcome import METRICS
 from ..parameters import by_group, from_settings, make_parser, read_settings
-from ..parts import Measured, assign, bind, to_tokens
+from ..parts import Measured, assign, to_tokens
 from ..runlog import Journal, atomic_write, writing
 from ..significance import holm, verdict, welch
 
@@ -64,8 +64,8 @@ def get_contender(
     method = get_method('vine' if row == 'exact' else row)
     usual = {'scale': 'group'} if method.name == 'vine' else {'penalty': None} if 'penalty' in method.knobs else {}
     scored = dict.fromkeys(({'right', 'metric'} & {*method.knobs}), _remembered(metric))
-    method = bind(method, usual | scored | options)
-    own = 'frozen' if 'teacher' in method.sees else 'own' if 'gold' in method.sees else None
+    method = method.bind(usual | scored | options)
+    own = 'frozen' if method.needs.teacher else 'own' if method.needs.gold else None
     plays = (math.inf if row == 'exact' else method.options['m']) if 'm' in method.knobs else 0
     found = {'critic': 'cold' if method.critic else None, 'belief': own, 'plays': plays}
     for word in words:
@@ -130,7 +130,7 @@ def turn_weights(
 ):
     """The credit that `assign` gives to every turn, times its weight in the mean over rollouts of sums over turns:
     (N, K), 0 in groups that are left out; and a critic's targets (N, K), 0 without one."""
-    batch = assign(method, groups, lambda layout, asks: _seen(shown, layout), generator)
+    batch = assign(method, groups, lambda layout, needs: _seen(shown, layout), generator)
     sizes = [len(t.turns) for g in groups for t in g.trajectories]
     out = torch.zeros(2, len(sizes), max(sizes))
     if batch.empty: return out
@@ -187,7 +187,7 @@ class Pupils:
     def potential(self, belief):
         "α Φ of a teacher's belief: same shape; 0 where a method has no teacher. A critic's targets lie lower by it."
         method = self.contender.method
-        return method.options['alpha'] * belief.clamp(1e-3, 1.).log() if 'teacher' in method.sees else 0. * belief
+        return method.options['alpha'] * belief.clamp(1e-3, 1.).log() if method.needs.teacher else 0. * belief
 
     def keep(self, which):  # (P,) bool
         "Go on with some of the policies only."

@@ -31,7 +31,7 @@ from credit_rl.layout import pack
 from credit_rl.learner import BadStep, Learner, saved_policy
 from credit_rl.methods import extra_passes, get_method
 from credit_rl.models import load_model
-from credit_rl.parts import Batch, Credit, Measured, bind
+from credit_rl.parts import Batch, Credit, Measured
 from credit_rl.search_service import SearchServer
 from credit_rl.readers import Passage
 from credit_rl.runlog import (RunLog, latest_checkpoint, named_checkpoint, read_metrics, read_params, read_summary,
@@ -970,12 +970,12 @@ def test_a_kept_potential_is_the_one_that_is_paid():
     golds = torch.tensor([-1., -3.]).expand(n, k + 1, 2)
     seen = Measured(teacher_logp=golds, teacher_tokens=torch.ones(n, k + 1, 2, dtype=torch.long))
     for reduce, phi in (('mean', -2.), ('logsumexp', -.8730720)):
-        method = bind(get_method('tips'), {'alpha': .5, 'reduce': reduce})
+        method = get_method('tips').bind({'alpha': .5, 'reduce': reduce})
         rewards = method.model_rewards({'turns': torch.zeros(n, k), 'outcome': torch.zeros(n)}, layout, seen)
         kept, credit = [], Credit(layout.trained.float())
         log, keeping = SimpleNamespace(turns=lambda step, rows: kept.extend(rows)), Keeping(log_rollouts=1)
         batch = Batch([group], {}, layout, torch.arange(n), rewards, seen, credit)
-        training.keep_rollouts(log, 1, method, batch, keeping)
+        training.keep_rollouts(log, 1, batch, keeping)
         assert len(kept) == n
         for row in kept:
             assert row['potential'] == pytest.approx([phi] * len(row['potential']))

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import numpy as np
@@ -651,3 +652,29 @@ def test_an_index_is_made_of_rows_as_they_come(tmp_path, capsys):
     assert 'rows.jsonl, line 2' in refused(rows, tmp_path / 'other')
     assert 'no file' in refused(tmp_path / 'none.jsonl', tmp_path / 'other')
     assert {p.name for p in tmp_path.iterdir()} == {'rows.jsonl', 'index'}
+
+
+class Slow:
+    "Counts its searches, which take a while; one query breaks it."
+    def __init__(self): self.sizes = []
+
+    def search(self, queries, k):
+        self.sizes.append(len(queries))
+        time.sleep(.05)
+        if 'broken' in queries: raise RuntimeError('the index is on fire')
+        return [[Passage(q, q, f'about {q}', float(k))] for q in queries]
+
+
+def test_what_waits_is_one_search_and_a_request_that_fails_fails_alone():
+    "Forty clients at a time, of two numbers of passages; each gets its own answer."
+    index, asked = Slow(), [(f'q{i}' if i != 7 else 'broken', 1 + i % 2) for i in range(40)]
+    with SearchServer(index) as server, ThreadPoolExecutor(40) as pool:
+        client = SearchClient(server.url, tries=1)
+        def ask(question):
+            try: return client.search([question[0]], question[1])[0][0]
+            except SearchError as e: return str(e)
+        found = list(pool.map(ask, asked))
+    assert 'on fire' in found[7]
+    assert all((p.id, p.score) == (q, k) for i, (p, (q, k)) in enumerate(zip(found, asked)) if i != 7)
+    alone = 20                                       # requests of the batch that broke are searched one by one
+    assert len(index.sizes) <= alone + 10 and max(index.sizes) >= 5

@@ -28,7 +28,7 @@ from credit_rl.options import options_in
 from credit_rl.studies.papers import ENTRIES
 from credit_rl.layout import pack
 from credit_rl.learner import Learner, Optimiser, make_critic, saved_policy
-from credit_rl.parts import Credit, Measured, bind
+from credit_rl.parts import Credit, Measured
 from credit_rl.methods import get_method
 from credit_rl.parameters import from_settings
 from credit_rl.models import load_model
@@ -244,7 +244,7 @@ def test_rules_that_are_asked_when_to_ask_differ_in_their_credit_alone(root, mon
             (job,) = plan_jobs([warm], [711], params, 'runs/asking_warm', [world])
             warming = make_warming({**job.settings, 'seed': 711})
             assert (warming.method, warming.world, str(job.folder)) == (method, config.world, config.critic_from)
-        if method == 'ppo': assert bind(get_method('ppo'), config.options).options['whiten']
+        if method == 'ppo': assert get_method('ppo').bind(config.options).options['whiten']
     asked = asking_settings(params, [711, 712], None)
     assert [Path(a['run']).parts[-2:] for a in asked] == [(w, s) for w in doses for s in ('711', '712')]
     assert all(make_config(a).world['twins'] for a in asked)
@@ -315,11 +315,11 @@ def test_a_baseline_has_the_loss_of_its_own_row(name):
 def test_golds_are_scored_in_the_papers_words(name):
     "IGPO's sentence and TIPS's answer form, whether the file names them or leaves them to its protocol."
     config = make_config(settings(name))
-    method = bind(get_method(config.method), config.options)
+    method = get_method(config.method).bind(config.options)
     scored = [read_schema(schema, PROTOCOLS[config.protocol]) for schema in scored_schemas(method, ['belief'])]
     own = Schema('{open}') if name.startswith('tips') else Schema(
         "<think>Now there's enough information to answer</think><{tag}>", '</{tag}>')
-    assert {*scored} == {own} and len(scored_schemas(method, [])) == ('gold' in method.sees or 'teacher' in method.sees)
+    assert {*scored} == {own} and len(scored_schemas(method, [])) == len(method.needs.golds)
 
 
 @pytest.mark.parametrize('name', FILES)
@@ -576,7 +576,7 @@ def check_ran(told, changes):
     assert 0 < len(chose) <= 10 and {key.partition(':')[0] for key in chose} == set(told['data'].split('+'))
     steps = table[1:]
     asked = ['grad_norm', 'reward', 'calls', 'answer_rate', *['value_loss', 'critic_grad_norm'] * bool(method.critic),
-             *['mean_abs_shaping', 'alpha'] * ('teacher' in method.sees)]
+             *['mean_abs_shaping', 'alpha'] * bool(method.needs.teacher)]
     assert (steps[asked].max() > 0).all() and steps[['loss', 'kl']].notna().all(axis=None)
     before, after = load_model(params['model'])[0].state_dict(), saved_policy(latest_checkpoint(run)[1])
     assert any(not torch.equal(before[name], w) for name, w in after.items() if name in before)
