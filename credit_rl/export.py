@@ -14,7 +14,7 @@ from .models import load_model, read_template, write_model
 from .parameters import error_line, make_parser
 from .protocol import Chat, worded
 from .runlog import atomic_folder, latest_checkpoint, named_checkpoint, read_json, read_params, writing
-from .settings import make_config, settings_of
+from .settings import make_config
 from .setup import add_lora, base_folder, merge_lora
 
 # %% ../nbs/machinery/66_export.ipynb #c008
@@ -63,7 +63,7 @@ def export_run(
 def _write_model(folder, run, model, tokenizer, step):
     "Write a policy and where it comes from, as a whole."
     about = read_params(run)
-    how, data = settings_of(make_config(about)).acting, about['data']
+    how, data = make_config(about), about['data']
     chat = Chat(worded(asked_protocol(how.protocol, data), **how.words), tokenizer,
                 *((None, {}) if data == 'tiny' else (read_template(how.template), how.template_options)))
     with atomic_folder(folder) as part:

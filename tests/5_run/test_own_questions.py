@@ -7,7 +7,7 @@ import pytest
 from credit_rl.evaluate import Evaluation, open_set, train_keys
 from credit_rl.runlog import read_turns
 from credit_rl.sft import demos_main, main as sft_main
-from credit_rl.settings import check, make_config, settings_of
+from credit_rl.settings import check, make_config
 from credit_rl.setup import real_questions, real_search
 from gguf_files import small_llama
 
@@ -36,8 +36,8 @@ def words(place, root, **more):
 
 
 def parts(place, **more):
-    s = settings_of(make_config({'data': str(place / 'ports.jsonl'), 'corpus': str(place / 'pages'), **more}))
-    return {part: [q.text for q in found] for part, found in real_questions(s.task, s.course.seed).items()}
+    s = make_config({'data': str(place / 'ports.jsonl'), 'corpus': str(place / 'pages'), **more})
+    return {part: [q.text for q in found] for part, found in real_questions(s, s.seed).items()}
 
 
 def test_a_question_keeps_its_part_with_other_numbers_and_seeds(place):
@@ -47,9 +47,9 @@ def test_a_question_keeps_its_part_with_other_numbers_and_seeds(place):
 
 
 def test_documents_are_searched(place):
-    s = settings_of(make_config({'data': str(place / 'ports.jsonl'), 'corpus': str(place / 'pages'),
-                                 'cut': {'words': 3}}))
-    [found] = real_search(s.task, 'tspo').search(['lighthouse of Tessk'], 1)
+    s = make_config({'data': str(place / 'ports.jsonl'), 'corpus': str(place / 'pages'),
+                     'cut': {'words': 3}})
+    [found] = real_search(s, 'tspo').search(['lighthouse of Tessk'], 1)
     assert found[0].title == 'Tessk: Lighthouse' and len(found[0].text.split()) <= 3
 
 
