@@ -907,16 +907,22 @@ CHARTS = {
     'True credit': Chart('What could turn credit save at most?', 'turns K', {
         'exact, independent parts': _series('parts', (1, 2, 4, 8, 16, 32), 'exact'),
         'exact, a chain': _series('chain', (2, 3, 5, 8), 'exact'),
+        'undivided, independent parts': _series('parts', (1, 2, 4, 8, 16, 32), 'exact (undivided)'),
+        'undivided, a chain': _series('chain', (2, 3, 5, 8), 'exact (undivided)'),
         'vine (4), independent parts': _series('parts', (4, 16), 'vine (4)'),
         'gigpo, independent parts': _series('parts', (4, 16), 'gigpo')}),
     'TSPO': Chart('What is it worth to reward a search that showed the gold?', "right in the base's rollouts", {
         'tspo': _series('near miss', _MISSES, 'tspo'), 'exact': _series('near miss', _MISSES, 'exact'),
+        'tspo flat': _series('near miss', _MISSES, 'tspo flat'),
         'tspo, gold rarely found': [(.025, 'near miss 0.025 rarely found', 'tspo')]}),
     'IGPO': Chart('What is a gain of belief in the gold worth?', "right in the base's rollouts", {
         'igpo': _series('near miss', _MISSES, 'igpo'), 'exact': _series('near miss', _MISSES, 'exact'),
+        'igpo, AUC .93': _series('near miss', _MISSES, 'igpo (.93)'),
+        'igpo, AUC .75': _series('near miss', _MISSES, 'igpo (.75)'),
         'igpo, gold rarely found': [(.025, 'near miss 0.025 rarely found', 'igpo')]}),
     'IGPO, its belief': Chart('What if the belief is late, or wrong?', 'belief', {
-        'igpo, a chain of 3': [('own', 'chain 3', 'igpo'), ('late', 'chain 3', 'igpo (late)'),
+        'igpo, a chain of 3': [('own', 'chain 3', 'igpo'), ('AUC .93', 'chain 3', 'igpo (.93)'),
+                               ('AUC .75', 'chain 3', 'igpo (.75)'), ('late', 'chain 3', 'igpo (late)'),
                                ('wrong', 'chain 3', 'igpo (wrong)')]}),
     'TIPS': Chart('What does the shaping add to PPO, by its critic and its teacher?', 'critic, teacher', {
         'tips, a chain of 3': [('cold', 'chain 3', 'tips (cold, told)'), ('cold, late', 'chain 3', 'tips (cold, told, late)'),
@@ -980,8 +986,8 @@ def chart_figure(
     order = list(dict.fromkeys(first)) if isinstance(first[0], str) else []
     for i, (name, line) in enumerate(chart.lines.items()):
         places, rows = _chart_rows(line, table)
-        colour = get_method('vine' if line[0][2] == 'exact' else line[0][2].split(' (')[0]).colour
-        style = {'color': colour, 'marker': 'osD^v'[i % 5], 'ls': ('-', '--', ':', '-.', '-')[i % 5], 'label': name}
+        colour, dashes = get_contender(line[0][2]).method.colour, ('-', '--', ':', '-.', (0, (3, 1, 1, 1)), (0, (1, 4)))
+        style = {'color': colour, 'marker': 'osD^vP'[i % 6], 'ls': dashes[i % 6], 'label': name}
         shift = .05 * (i - (len(chart.lines) - 1) / 2)                  # so that intervals at a word lie side by side
         _draw_line(axes, places, rows, {word: x + shift for x, word in enumerate(order)}, style)
     for ax, title in zip(axes, ("at the base: signal to noise over GRPO's", "learned: GRPO's steps over the rule's")):
