@@ -42,7 +42,8 @@ def measure(trajectory):
     wrote, share of malformed turns."""
     t = trajectory
     scores = (0., 0.) if t.answer is None else [score_answer(rule, t.question, t.answer) for rule in (exact_match, f1)]
-    return {
+    own = {} if t.earned is None else {'reward': t.earned}
+    return {**own,
         'em': scores[0], 'f1': scores[1], 'answer_rate': float(t.answer is not None), 'turns': len(t.turns),
         'calls': sum(turn.call is not None for turn in t.turns),
         'tokens': sum(len(turn.action_ids) for turn in t.turns),
@@ -288,6 +289,7 @@ def _questions(name, source, choice, seed):
 def _retriever(name, source, choice, protocol, opened):
     """Open the search of one set, what to say about its passages and about itself; three times None for a set that is
     not searched."""
+    if source.has_own: return source.own_tools(), None, None
     corpus = _place(name, source.corpus, 'corpus')
     given = isinstance(source.corpus, dict) and corpus
     if not is_searched(name, protocol, given, choice.baseline):
@@ -366,7 +368,7 @@ class _LazyModel:
 def _environment(s, search, player):
     "Make the environment by the settings."
     env = make_environment(player.tokenizer, search, s, player.vocabulary, s.baseline)
-    return dataclasses.replace(env, max_tokens=player.limit)
+    return dataclasses.replace(env, max_tokens=player.limit, reward=s.own_reward())
 
 def _refuse_long(plan_name, questions, env):
     "Refuse questions that leave no room for an answer, or whose prompt is longer than it may be."

@@ -28,7 +28,7 @@ from .options import SettingsGroup, nearest, setting
 from .outcome import METRICS
 from .parameters import by_group, from_settings, make_parser, read_settings
 from .parts import Measured, assign, bind, to_tokens
-from .runlog import atomic_write, writing
+from .runlog import Journal, atomic_write, writing
 from .significance import holm, verdict, welch
 from .true_credit import turn_score
 
@@ -709,8 +709,7 @@ _SAME = 'rates', 'tuning', 'fresh', 'most', 'drawn', 'step', 'seed', 'draws'   #
 def read_learned(folder):
     """What was learned: list of dict with world, rule, phase, draw (no such key: 0), rates (P,), steps (P,), turns (P,),
     unit, seconds."""
-    path = Path(folder)/'learned.jsonl'
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return list(Journal(Path(folder)/'learned.jsonl').rows())
 
 # %% ../nbs/experiments/67_lab.ipynb #c051
 def _block(game, contender, how, phase, rates, seeds, draw=0):
@@ -818,8 +817,7 @@ def _learn_one(folder, name, rule, how, draw, say):
     blocks = [b for b in read_learned(folder) if (b['world'], b['rule']) == (name, rule)]
     if draw is not None and any(b['phase'] == 'fresh' and b.get('draw', 0) == draw for b in blocks): return
     def save(block):
-        lines = [*read_learned(folder), {'world': name, 'rule': rule, **block}]
-        atomic_write(folder/'learned.jsonl', lambda part: part.write_text('\n'.join(map(json.dumps, lines)) + '\n'))
+        Journal(folder/'learned.jsonl').append([{'world': name, 'rule': rule, **block}])
         steps = torch.tensor(block['steps']).double()
         say(f'{name}, {rule}, {block["phase"]}: median {torch.where(steps < 0, math.inf, steps).median():.0f} steps, '
             f'{block["seconds"]:.0f} s')
@@ -904,7 +902,7 @@ _MISSES, _FORMS = (.005, .025, .1, .3), (.25, .5, .9)
 _CRITIC_KINDS = 'cold, blind', 'cold, told', 'warm, told', 'exact'
 
 CHARTS = {
-    'True credit': Chart('What could turn credit save at most?', 'turns K', {
+    'True credit': Chart('What could turn credit save?', 'turns K', {
         'exact, independent parts': _series('parts', (1, 2, 4, 8, 16, 32), 'exact'),
         'exact, a chain': _series('chain', (2, 3, 5, 8), 'exact'),
         'undivided, independent parts': _series('parts', (1, 2, 4, 8, 16, 32), 'exact (undivided)'),

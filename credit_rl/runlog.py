@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['METRICS', 'PACKED', 'CALLER', 'RunFolder', 'atomic_write', 'check_secrets', 'RunFolders', 'RunPaths', 'atomic_folder',
            'plain_json', 'write_json', 'read_text', 'read_json', 'packed_run', 'is_stored', 'stored_folders',
-           'load_yaml', 'read_yaml', 'read_members', 'BoundedGzip', 'FolderInUse', 'is_alive', 'Hold', 'check_folder',
+           'load_yaml', 'read_yaml', 'BoundedGzip', 'Journal', 'FolderInUse', 'is_alive', 'Hold', 'check_folder',
            'writing', 'lasting', 'latest_checkpoint', 'named_checkpoint', 'save_checkpoint', 'check_trackers', 'RunLog',
            'metrics_by_step', 'read_metrics', 'has_metrics', 'read_turns', 'read_params', 'read_summary',
            'same_metrics', 'source_hash', 'imported_modules', 'module_hashes', 'code_hashes', 'changed_modules']
@@ -524,30 +524,18 @@ def read_yaml(path,            # file
     except yaml.YAMLError as e: raise ValueError(f'{path} cannot be read: {" ".join(str(e).split())}') from None
 
 # %% ../nbs/machinery/02_runlog.ipynb #c027
-def _lines(path):
-    "Yield (end offset, bytes) of each whole line of a file; a missing file has none. Raises ValueError on a long one."
-    if not path.exists(): return
-    end = 0
-    with open(path, 'rb') as f:
-        while line := f.readline(_MOST + 1):
-            if len(line) > _MOST: raise _too_large(path, 'a line', _MOST)
-            if not line.endswith(b'\n'): return
-            end += len(line)
-            yield end, line
+def _lines(file, path, end):
+    "Yield (end offset, bytes) of each whole line of an open file. Raises ValueError on a long one."
+    while line := file.readline(_MOST + 1):
+        if len(line) > _MOST: raise _too_large(path, 'a line', _MOST)
+        if not line.endswith(b'\n'): return
+        end += len(line)
+        yield end, line
 
 # %% ../nbs/machinery/02_runlog.ipynb #s2x5
-def _members(path):
-    """Yield (end offset, decompressed bytes) of each whole gzip member of a file. Raises ValueError where it is damaged
-    before its end, or a member is too large."""
-    if not path.exists(): return
-    with open(path, 'rb') as f: yield from read_members(f, path)
-
-def read_members(
-    file,   # open for reading bytes, at the beginning of a member
-    path,   # its name, for messages
-    end=0,  # that beginning, in bytes
-):
-    "Yield (end offset, decompressed bytes) of the whole gzip members that follow. Raises ValueError as said above."
+def _members(file, path, end):
+    """Yield (end offset, decompressed bytes) of each whole gzip member of an open file. Raises ValueError where it is
+    damaged before its end, or a member is too large."""
     data, gz = bytearray(), zlib.decompressobj(wbits=31)
     while chunk := file.read(1 << 20):
         while chunk:
@@ -598,17 +586,63 @@ def _too_large(path, what, most):
 def _rows(path, block):
     "Rows of one entry. Raises with the file's name where a line is not JSON."
     try: return [json.loads(line) for line in block.splitlines()]
-    except ValueError as e: raise ValueError(f'{path} holds a line that is not JSON: {block[:60]!r}') from e
+    except (ValueError, RecursionError) as e:
+        raise ValueError(f'{path} holds a line that is not JSON: {block[:60]!r}') from e
 
-def _cut(path, read, step):
-    "Truncate a file behind its last whole entry of at most `step`; the first row of that entry, {} if none is left."
-    end, last = 0, {}
-    for offset, block in read(path):
-        row = _rows(path, block.split(b'\n', 1)[0])[0]
-        if row['step'] > step: break
-        end, last = offset, row
-    if path.exists(): os.truncate(path, end)
-    return last
+def _flock(fd, shared=False, wait=False):
+    "Lock an open file: True; False where another holds it, unless it waits; None where the file system has no locks."
+    import fcntl
+    try: fcntl.flock(fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | (0 if wait else fcntl.LOCK_NB))
+    except BlockingIOError: return False
+    except OSError as e:
+        if e.errno not in (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS): raise
+        return None
+    return True
+
+class Journal:
+    "A file that grows by entries of JSON rows: a line each, or, packed, a gzip member for all rows of an entry."
+    def __init__(
+        self,
+        path,         # of the file, there or not yet
+        packed=False, # whether entries are gzip members
+        head=None,    # JSON value: the first row, which an empty file gets
+    ):
+        self.path, self.packed, self.head = Path(path), packed, head
+
+    def entries(self, start=0):  # bytes: the beginning of an entry
+        "Yield (end offset, bytes) of the whole entries. Raises ValueError on one that is damaged or too large."
+        if not self.path.exists(): return
+        with open(self.path, 'rb') as file:
+            file.seek(start)
+            yield from (_members if self.packed else _lines)(file, self.path, start)
+
+    def rows(self):
+        "Yield the rows of the whole entries. Raises ValueError as `entries` does, and on what is no JSON."
+        for _, block in self.entries(): yield from _rows(self.path, block)
+
+    def append(self, rows):  # list of JSON values; of none only the head is written
+        "Add an entry by one write, under a lock, behind the last whole line; of gzip members `cut` drops a broken one."
+        with open(self.path, 'ab+') as file:
+            _flock(file, wait=True)
+            end = file.seek(0, os.SEEK_END)
+            file.seek(max(0, end - 1))
+            if not self.packed and file.read() not in (b'', b'\n'):
+                file.seek(0)
+                end = file.truncate(file.read().rfind(b'\n') + 1)
+            rows = rows if end or self.head is None else [self.head, *rows]
+            # half of a surrogate pair, which no file can hold, becomes its escape in JSON
+            lines = ''.join(json.dumps(row, ensure_ascii=False) + '\n' for row in rows).encode('utf-8', 'backslashreplace')
+            if rows: file.write(gzip.compress(lines, mtime=0) if self.packed else lines)
+
+    def cut(self, until=math.inf):  # a step: entries of later ones go
+        "Truncate behind the last whole entry that stays; the first row of that entry, {} if none is left."
+        end, last = 0, {}
+        for offset, block in self.entries():
+            row = _rows(self.path, block.split(b'\n', 1)[0])[0]
+            if until < math.inf and row['step'] > until: break
+            end, last = offset, row
+        if self.path.exists(): os.truncate(self.path, end)
+        return last
 
 # %% ../nbs/machinery/02_runlog.ipynb #w002
 CALLER = 'CREDIT_RL_CALLER'   # environment variable of a rank: process id of the one that asked for the run
@@ -633,16 +667,6 @@ def _forget():
 if os.name == 'posix': os.register_at_fork(after_in_child=_forget)
 
 # %% ../nbs/machinery/02_runlog.ipynb #w003
-def _flock(fd, shared=False):
-    "Lock an open file without waiting: True; False where another holds it; None where the file system has no locks."
-    import fcntl
-    try: fcntl.flock(fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
-    except BlockingIOError: return False
-    except OSError as e:
-        if e.errno not in (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS): raise
-        return None
-    return True
-
 def _is_at(fd, path):
     "Tell whether a path still leads to an open file."
     try: return os.path.samestat(os.fstat(fd), os.stat(path))
@@ -715,7 +739,7 @@ class Hold:
     def __exit__(self, *error): self.close()
 
 # %% ../nbs/machinery/02_runlog.ipynb #c032
-_GROWING = {'metrics.jsonl': _lines, 'turns.jsonl.gz': _members}
+_GROWING = {'metrics.jsonl': False, 'turns.jsonl.gz': True}   # of a run: whether it is packed
 _HOLDS = ['params.yaml', *_GROWING, 'summary.json', 'checkpoints']
 
 def check_folder(folder):
@@ -975,22 +999,12 @@ class _Trackers:
         for tell, _ in self.opened: tell(step, known)
 
 # %% ../nbs/machinery/02_runlog.ipynb #c051
-def _line(step, values):
-    "One metrics line in bytes. Raises TypeError with the name of a metric that is neither number nor string."
+def _check_values(values):
+    "Refuse a metric that is neither number nor string. Raises TypeError with its name."
     for name, value in values.items():
         if not isinstance(value, (str, numbers.Real)):
             raise TypeError(f'metric {name!r}: wanted a number or a string, got {type(value).__name__}; .item() turns '
                             'a tensor of one element into a number')
-    return (json.dumps({'step': int(step), **plain_json(values)}) + '\n').encode()
-
-def _member(step, rows):
-    "One gzip member of JSON rows in bytes. Raises on a row with a step of its own."
-    for row in rows:
-        if row.get('step', step) != step:
-            raise ValueError(f'a row of step {step} says that it is of step {row["step"]}')
-    lines = [json.dumps({**plain_json(row), 'step': int(step)}, ensure_ascii=False) + '\n' for row in rows]
-    # half of a surrogate pair, which no file can hold, becomes its escape in JSON
-    return gzip.compress(''.join(lines).encode('utf-8', 'backslashreplace'), mtime=0) if rows else b''
 
 def _undo_beginning(folder):
     "Remove what a run has written before its first checkpoint or summary; where it has one, nothing."
@@ -1005,6 +1019,7 @@ class RunLog(Hold):
                  resume=False,   # True: continue the run that it holds, if any; False: refuse a folder that holds one
                  trackers=()):   # names in TRACKERS, which show the metrics as well
         self._trackers, self.folder = _Trackers(trackers), _made(Path(folder))
+        self._journals = {name: Journal(self.folder/name, packed) for name, packed in _GROWING.items()}
         with _said_of(self.folder): super().__init__(self.folder)
         try:
             _check_run(self.folder, resume)
@@ -1048,19 +1063,24 @@ class RunLog(Hold):
                 **values):   # number or string for each name in METRICS
         "Append one line of metrics, and the clocks. Raises on an unknown name and on a step that goes back."
         _check_metrics(values)
-        self._append('metrics.jsonl', step, _line(step, {**(clocks := self._clock.read()), **values}))
-        self._trackers.show(self.folder, step, {**clocks, **values})
+        values = {**self._clock.read(), **values}
+        _check_values(values)
+        self._append('metrics.jsonl', step, [values])
+        self._trackers.show(self.folder, step, values)
 
-    def _append(self, name, step, data):
+    def _append(self, name, step, rows):
         if not isinstance(step, numbers.Integral) or step < max(0, self._last[name]):
             raise ValueError(f'{name}: steps are integers that never go back, got {step!r} after {self._last[name]}; '
                              f'cut({step!r}) drops later ones')
-        with open(self.folder/name, 'ab') as f: f.write(data)
+        for row in rows:
+            if row.get('step', step) != step:
+                raise ValueError(f'a row of step {step} says that it is of step {row["step"]}')
+        self._journals[name].append([{'step': int(step), **plain_json(row)} for row in rows])
         self._last[name] = step
 
     def turns(self, step, rows):  # step as above; list of dict of JSON values
         "Append the rollouts of one step."
-        self._append('turns.jsonl.gz', step, _member(step, rows))
+        self._append('turns.jsonl.gz', step, rows)
 
     def summary(self, values):  # dict of JSON values
         "Write the results as a whole."
@@ -1073,7 +1093,7 @@ class RunLog(Hold):
     def cut(self, step):  # the checkpoint's; -1 drops everything
         "Drop lines, turns and checkpoints later than `step`, half-written entries and the summary; set the clock back."
         _check_sizes(self.folder, step)              # raises ValueError where what the checkpoint saw is gone
-        last = {name: _cut(self.folder/name, read, step) for name, read in _GROWING.items()}
+        last = {name: journal.cut(step) for name, journal in self._journals.items()}
         self._last = {name: row.get('step', -1) for name, row in last.items()}
         _drop_later(self.folder, step)
         self._clock = _Clock(last['metrics.jsonl'].get('seconds', 0.0))
@@ -1082,8 +1102,8 @@ class RunLog(Hold):
 # %% ../nbs/machinery/02_runlog.ipynb #c060
 def metrics_by_step(folder):
     "Metrics of a run: dict step → dict of values. Raises where the folder has none."
-    path, steps = Path(folder)/'metrics.jsonl', {}
-    if path.exists(): rows = (_rows(path, line)[0] for _, line in _lines(path))
+    journal, steps = Journal(Path(folder)/'metrics.jsonl'), {}
+    if journal.path.exists(): rows = journal.rows()
     elif (run := packed_run(folder)) and run['steps'] is not None:
         rows = ({k: v for k, v in row.items() if v is not None} for row in run['steps'].to_pylist())
     else: raise FileNotFoundError(f'{folder} holds no metrics.jsonl; wanted the folder of a run, runs/NAME')
@@ -1099,7 +1119,6 @@ def has_metrics(folder):  # of a run
     "Whether a run has logged anything."
     return (Path(folder)/'metrics.jsonl').exists() or bool((packed_run(folder) or {}).get('steps'))
 
-
 # %% ../nbs/machinery/02_runlog.ipynb #c061
 _MEASURED = ('turn_rewards', 'values', 'belief', 'potential')  # of the turns or states of a rollout
 
@@ -1109,7 +1128,7 @@ def read_turns(folder,     # of a run
     and states and is missing is NaN. Raises without a folder."""
     path = Path(folder)/'turns.jsonl.gz'
     if not path.parent.is_dir() and not is_stored(path.with_name('params.yaml')): raise FileNotFoundError(f'{folder} is not a folder; wanted that of a run, runs/NAME')
-    rows = [row for _, block in _members(path) for row in _rows(path, block) if step in (None, row['step'])]
+    rows = [row for row in Journal(path, packed=True).rows() if step in (None, row['step'])]
     return [{k: list(map(_number, v)) if k in _MEASURED else v for k, v in row.items()} for row in rows]
 
 def read_params(folder):  # of a run
