@@ -29,6 +29,7 @@ VERBS = {  # verb -> module (whose main it is, unless a function is named), what
     'profile': ('profile', "where a run's time went, by line of the loop, and on which tokens"),
     'asking': ('when_to_ask', 'before training: can a rule learn here when to ask?'),
     'lab': ('lab', 'when does turn credit pay? worlds that can be enumerated, exact and learned'),
+    'which': ('lab:which_main', 'which rule, by the worlds of the lab most like a problem or a run'),
     'tables': ('tables', "a paper's tables and figures, from run folders"),
     'competence': ('competence', 'does a trained agent ask for what it does not know, and only for that?'),
     'index': ('search_service:build', 'save an index of passages, BM25 or vectors'),

@@ -8,7 +8,7 @@ __all__ = ['TRIALS', 'FORETOLD', 'CHARTS', 'Contender', 'get_contender', 'believ
            'Estimate', 'exact_estimate', 'estimate_of', 'sampled_estimate', 'unit_rate', 'learn', 'censored_mean',
            'step_ratio', 'Trial', 'get_trial', 'LabChoice', 'read_learned', 'best_rate', 'run_lab', 'main', 'lab_table',
            'Chart', 'chart_says', 'chart_figure', 'world_facts', 'situation', 'nearest_worlds', 'map_page',
-           'judge_expected', 'predict']
+           'judge_expected', 'WhichChoice', 'trainable', 'measured_problem', 'which', 'which_main', 'predict']
 
 # %% ../nbs/experiments/67_lab.ipynb #c002
 import functools, itertools, json, math, sys, time
@@ -16,16 +16,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 import torch
 from torch.nn.functional import pad
+from .beliefs import stored_groups
 from .engine import seed_of
 from .folr import first_turns, folr_rewards, near_miss_statistics
 from .foretell import with_rivals
 from .games import (Moves, action_chances, asking, base_right, chain, draw_moves, earned_before, game_values,
                              group_moves, many_parts, near_miss, play_on, repair, searches, silent, staged, stopping,
                              visit_chances)
+from .groups import index_groups
 from .layout import Layout, loss_weights
 from .methods import get_method
 from .options import SettingsGroup, nearest, setting
-from .outcome import METRICS
+from .outcome import METRICS, outcome_rewards
 from .parameters import by_group, from_settings, make_parser, read_settings
 from .parts import Measured, assign, bind, to_tokens
 from .runlog import Journal, atomic_write, writing
@@ -627,12 +629,13 @@ _ALL = 'grpo', 'dr-grpo', 'exact', 'exact (undivided)'
 _NOISY = 'igpo', 'igpo (.93)', 'igpo (.75)'
 _PARTS = 'gigpo', 'vine (4)', *(f'{rule} ({critic})' for rule in ('ppo', 'carl') for critic in (
     'cold, told', 'cold, blind', 'warm, told', 'exact'))
-_BELIEFS_TRIED = (*_NOISY, 'igpo (late)', 'igpo (wrong)', 'ppo (cold, told)', 'ppo (cold, blind)', 'tips (cold, told)',
+_TOLD_PARTS = tuple(rule for rule in _PARTS if 'blind' not in rule)
+_BELIEFS_TRIED = (*_NOISY, 'igpo (late)', 'igpo (wrong)', 'ppo (cold, told)', 'tips (cold, told)',
                   'tips (cold, told, late)', 'tips (cold, told, wrong)', 'ppo (exact)', 'tips (exact)')
 _FOUND = *_ALL, 'tspo', 'tspo flat', *_NOISY
 
 TRIALS = {
-    **{f'parts {k}': Trial(functools.partial(many_parts, k), (*_ALL, *(_PARTS if k in (4, 16) else ())),
+    **{f'parts {k}': Trial(functools.partial(many_parts, k), (*_ALL, *({4: _PARTS, 16: _TOLD_PARTS}.get(k, ()))),
                            functools.partial(many_parts, k, _TWO, 4) if k <= 4 else None)
        for k in (1, 2, 4, 8, 16, 32)},
     **{f'chain {k}': Trial(functools.partial(chain, k), (*_ALL, *(_BELIEFS_TRIED if k == 3 else ())),
@@ -642,7 +645,7 @@ TRIALS = {
        for p, more in ((.3, ()), (.1, ()), (.025, ('gigpo', 'ppo (cold, told)', 'tips (cold, told)')), (.005, ()))},
     'near miss 0.025 rarely found': Trial(functools.partial(near_miss, .025, .1), _FOUND,
                                           functools.partial(near_miss, .025, .1, _TINY, 4)),
-    'asking': Trial(asking, (*_ALL, 'carl (cold, told)', 'carl (cold, blind)', 'carl (warm, told)', 'carl (exact)',
+    'asking': Trial(asking, (*_ALL, 'carl (cold, told)', 'carl (warm, told)', 'carl (exact)',
                              'ppo (warm, told)'),
                     functools.partial(asking, _TWO, 4)),
     **{f'stages {f}': Trial(functools.partial(staged, f), (*_ALL, 'prs'),
@@ -899,7 +902,7 @@ class Chart:
 _series = lambda world, places, rule: [(x, f'{world} {x}', rule) for x in places]
 _shown_critics = lambda world, rule, kinds: [(kind, world, f'{rule} ({kind})') for kind in kinds]
 _MISSES, _FORMS = (.005, .025, .1, .3), (.25, .5, .9)
-_CRITIC_KINDS = 'cold, blind', 'cold, told', 'warm, told', 'exact'
+_CRITIC_KINDS = 'cold, told', 'warm, told', 'exact'
 
 CHARTS = {
     'True credit': Chart('What could turn credit save?', 'turns K', {
@@ -934,7 +937,7 @@ CHARTS = {
         'vspo': _series('silent', (0., .5, .8), 'vspo')}),
     'CARL': Chart('What is a critic of turns worth, by what it knows?', 'critic', {
         'carl, asking': _shown_critics('asking', 'carl', _CRITIC_KINDS),
-        **{f'{rule}, {k} parts': _shown_critics(f'parts {k}', rule, _CRITIC_KINDS)
+        **{f'{rule}, {k} parts': _shown_critics(f'parts {k}', rule, ('cold, blind',) * (k == 4) + _CRITIC_KINDS)
            for rule in ('carl', 'ppo') for k in (4, 16)}}),
 }
 
@@ -1085,6 +1088,77 @@ def judge_expected(
     return both[['world', 'rule', 'expected', 'signal', 'steps', 'low', 'high']].assign(
         held=(both.low <= both.expected) & (both.expected <= both.high), error=error(both.expected),
         error_signal=error(both.signal), error_always_1=error(both.expected * 0 + 1))
+
+# %% ../nbs/experiments/67_lab.ipynb #w6702
+@dataclass(frozen=True)
+class WhichChoice(SettingsGroup):
+    "A problem."
+    turns: float = setting(None, 'turns of a rollout, in the mean', kind=float, above=0)
+    right: float = setting(None, 'share of the rollouts that are right', kind=float, least=0, most=1)
+    near: float = setting(None, 'share of the wrong ones that were shown the gold', kind=float, least=0, most=1)
+    pays_parts: bool = setting(False, 'True: the outcome is the share of independent parts that are right')
+    run: str = setting(None, 'folder with rollouts, from which what is not given is measured', kind=str)
+    lab: str = setting('runs/lab', 'folder of the lab that is asked')
+    worlds: int = setting(3, 'how many of the nearest worlds are shown', least=1)
+
+def trainable(rule):  # name of a contender
+    "Whether a trainer can have what a rule of the lab is shown: bool."
+    c = get_contender(rule)
+    return c.plays < math.inf and c.critic != 'exact' and c.sight != 'told' and (not c.belief or c.auc < 1)
+
+def measured_problem(groups):  # list of Group
+    "What rollouts say of a problem: dict with turns, right and near, by exact match."
+    mask, owner = index_groups(groups)
+    outcome = outcome_rewards(groups, 'em')
+    near = near_miss_statistics(outcome.round().long(), first_turns(groups), mask, owner)['near_miss']
+    return {'turns': mask.sum(1).float().mean().item(), 'right': outcome.mean().item(), 'near': near if near == near else 0.}
+
+def which(
+    problem,  # dict with turns, right, near, parts, as for nearest_worlds
+    table,    # of lab_table
+    count=3,  # worlds
+):
+    """What trainable rules were worth in the worlds nearest to a problem: (DataFrame, a row for each rule with what it came
+    to in each world, the farthest last; list of sentences: how far the worlds are, and where they contradict each other)."""
+    import pandas as pd
+    learned = table[table.seeds.notna() & table.rule.map(trainable)]
+    like = nearest_worlds(**problem, count=count, among=tuple(dict.fromkeys(learned.world)))
+    worth = lambda r: (f'×{r.steps:.2f} ({r.low:.2f} to {r.high:.2f}), {r.verdict}' if r.steps == r.steps else 'never there'
+                       ) + f', by turns ×{r.turns:.2f}' * (abs(r.turns / r.steps - 1) > .1)
+    rows = {world: {r.rule: worth(r) for r in learned[learned.world == world].itertuples()} for world in like}
+    facts = {world: situation(world) for world in like}
+    told = lambda s: f"{s['turns']:.1f} turns, {s['right']:.3f} right, {s['near']:.2f} of the failures shown the gold, {s['outcome']}"
+    said = [f'{world}: {told(facts[world])}; {far:.1f} away' + ', too far to say much' * (far > 1) for world, far in like.items()]
+    apart = {'turns': lambda a, b: abs(math.log2(a['turns'] / b['turns'])), 'near': lambda a, b: 2 * abs(a['near'] - b['near']),
+             'right': lambda a, b: abs(math.log(max(a['right'], 1e-3) / max(b['right'], 1e-3))) / 2,
+             'outcome': lambda a, b: 10. * (a['outcome'] != b['outcome'])}
+    words = learned.set_index(['rule', 'world']).verdict
+    for rule in dict.fromkeys(learned.rule):
+        for a, b in itertools.permutations(like, 2):
+            if (words.get((rule, a)), words.get((rule, b))) == ('ahead', 'behind'):
+                why = max(apart, key=lambda name: apart[name](facts[a], facts[b]))
+                said.append(f'The worlds contradict each other: {rule} is ahead in {a} and behind in {b}. They differ most in '
+                            f'{why}: {facts[a][why]:.3g} and {facts[b][why]:.3g}.' if why != 'outcome' else
+                            f'The worlds contradict each other: {rule} is ahead in {a} and behind in {b}, of another outcome.')
+    return pd.DataFrame(rows).fillna('not tried'), said
+
+def which_main(arguments=None):
+    "`credit-rl which turns=… right=… near=…`, or `run=FOLDER`: which rule, by the worlds of the lab that are most alike?"
+    parser = make_parser('credit_rl.lab', 'Which rule learned faster in the worlds of the lab most like a problem?')
+    try:
+        how = from_settings(WhichChoice, read_settings(parser, arguments, by_group(WhichChoice))[0])
+        found = measured_problem(stored_groups(how.run)) if how.run else {}
+        found |= {name: getattr(how, name) for name in ('turns', 'right', 'near') if getattr(how, name) is not None}
+        if missing := [name for name in ('turns', 'right', 'near') if name not in found]:
+            raise ValueError(f'{", ".join(missing)} is not known: give it, or run= with the folder of rollouts')
+        table = lab_table(how.lab)
+        rows, said = which(found | {'parts': how.pays_parts}, table, how.worlds)
+    except (ValueError, OSError) as e: sys.exit(f'credit_rl.lab: {e}')
+    print('your problem: ' + ', '.join(f'{name} {x:.3g}' for name, x in found.items()))
+    print(f"GRPO's steps over a rule's in the nearest of {table.world.nunique()} worlds, each a linear policy on one draw; 95 % of "
+          'rollouts, another draw moves a ratio by some 7 %:', *said, '', rows.to_string(), '', sep='\n')
+    print('A ratio within a tenth of 1 is no finding. Exact credit and told critics are bounds, not rules: 99_lab has them. An '
+          'audit of your own checkpoint (credit-rl audit) would know better: by default it plays on 16 times from every state.')
 
 # %% ../nbs/experiments/67_lab.ipynb #m017s1
 def predict(

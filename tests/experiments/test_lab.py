@@ -25,7 +25,9 @@ from credit_rl.lab import (CHARTS, FORETOLD, TRIALS, LabChoice, Pupils, all_grou
                            turn_weights, unit_rate)
 from credit_rl.methods import compose
 from credit_rl.potentials import shaping_rewards
+from credit_rl.runlog import RunLog
 from credit_rl.significance import welch
+from credit_rl.trajectory import example_group, to_json
 
 TINY = 3, 4, 3
 MISSES = functools.partial(near_miss, .1, .5, TINY, 2)
@@ -375,9 +377,9 @@ def test_the_first_step_of_adam_is_the_rate_times_the_sign():
     start = Pupils(game, contender, 1, torch.Generator().manual_seed(5))
     gradient, _ = start.gradient()
     seen = []
-    def watch(self, *args):
+    def watch(self, **known):
         seen.append(self.weights.clone())
-        return plain(self, *args)
+        return plain(self, **known)
     plain, Pupils.gradient = Pupils.gradient, watch
     try: learn(game, contender, [.1], 5, 2, adam=True)
     finally: Pupils.gradient = plain
@@ -515,7 +517,7 @@ def written(little, folder, **steps):  # rule -> (steps, turns of each step) of 
 def test_the_map_says_what_turns_cost_and_at_which_rate(little, tmp_path):
     "Half of GRPO's steps, of eight times as many turns each: worth 2 by steps and a quarter by turns."
     table = written(little, tmp_path, grpo=([8, 9, 8, 9], 10), exact=([4, 4.5, 4, 4.5], 80))
-    row = table.iloc[1]
+    row = table.set_index('rule').loc['exact']
     assert row.steps == pytest.approx(2) and row.turns == pytest.approx(1 / 4) and row.verdict == 'ahead'
     assert row.turns_low < 1 / 4 < row.turns_high < 1 and (row.rate, row.edge) == (4., 1)
     assert map_page(table).loc['parts 1', 'ahead'] == 'exact ×2.00 (by turns ×0.25)'
@@ -523,11 +525,42 @@ def test_the_map_says_what_turns_cost_and_at_which_rate(little, tmp_path):
 
 def test_a_rule_that_never_gets_there_is_on_the_map(little, tmp_path):
     table = written(little, tmp_path, grpo=([8, 9, 8, 9], 10), exact=([-1, -1, 190, -1], 10))
-    assert math.isnan(table.steps[1]) and table.reached[1] == .25
+    row = table.set_index('rule').loc['exact']
+    assert math.isnan(row.steps) and row.reached == .25
     assert map_page(table).loc['parts 1', ['ahead', 'never there']].tolist() == ['', 'exact']
     chart = lab.Chart('Does it?', 'K', {'exact': [(1, 'parts 1', 'exact')]})
     assert lab.chart_says(chart, table) == "Does it? GRPO's steps over the rule's: exact never there at 1."
     assert [text.get_text() for text in chart_figure(chart, table).axes[1].texts] == ['never there']
+
+
+def rows_of(*found):  # (world, rule, steps, verdict)
+    "A table of a lab in which these were learned, each with an interval of a tenth."
+    return pd.DataFrame([{'world': world, 'rule': rule, 'steps': x, 'low': .9 * x, 'high': 1.1 * x, 'turns': x, 'seeds': 8.,
+                          'verdict': said} for world, rule, x, said in found])
+
+
+def test_which_rule_names_what_can_be_trained_and_where_worlds_contradict_each_other():
+    table = rows_of(('near miss 0.1', 'tspo', 1.3, 'ahead'), ('near miss 0.1', 'exact', 1.5, 'ahead'),
+                    ('near miss 0.1', 'igpo', 1.5, 'ahead'), ('chain 2', 'tspo', .8, 'behind'),
+                    ('parts 16', 'carl (warm, told)', 3., 'ahead'), ('parts 16', 'gigpo', math.nan, 'unknown'))
+    rows, said = lab.which({'turns': 2, 'right': .1, 'near': .4, 'parts': False}, table, 2)
+    assert rows.index.tolist() == ['tspo'] and list(rows) == ['near miss 0.1', 'chain 2']      # no bounds, nearest first
+    assert rows.loc['tspo'].tolist() == ['×1.30 (1.17 to 1.43), ahead', '×0.80 (0.72 to 0.88), behind']
+    assert 'tspo is ahead in near miss 0.1 and behind in chain 2' in said[-1] and 'most in near' in said[-1]
+    rows, said = lab.which({'turns': 16, 'right': .1, 'near': 0., 'parts': True}, table, 1)
+    assert rows['parts 16'].to_dict() == {'gigpo': 'never there'} and len(said) == 1
+
+
+def test_which_rule_measures_a_run_and_refuses_what_it_does_not_know(tmp_path, monkeypatch, capsys):
+    log = RunLog(tmp_path / 'tiny')
+    log.turns(0, [{'kind': 'evaluate', 'trajectory': to_json(t), 'advantages': None, 'reward': 0.}
+                  for t in example_group().trajectories])
+    log.close()
+    monkeypatch.setattr(lab, 'lab_table', lambda folder: rows_of(('near miss 0.3', 'tspo', 1.1, 'ahead')))
+    lab.which_main([f'run={tmp_path}', 'turns=2', 'worlds=1'])
+    shown = capsys.readouterr().out
+    assert 'your problem: turns 2, right 0.333, near 0.5' in shown and '×1.10 (0.99 to 1.21), ahead' in shown
+    with pytest.raises(SystemExit, match='near is not known'): lab.which_main(['turns=2', 'right=.1'])
 
 
 def test_every_chart_is_drawn_of_rows_that_exist(little):
