@@ -141,7 +141,7 @@ carl: $(VENV)/.ok-test
 	@$(PY) -m credit_rl.prepare --params runs/params/carl_demo.yaml run=runs/carl_demo/warm $(CARL_WARM)
 	@$(PY) -m credit_rl.train --params runs/params/carl_demo.yaml run=runs/carl_demo/carl-412 $(CARL_RUN) \
 	    critic_from=runs/carl_demo/warm
-	@$(PY) -m credit_rl.competence runs/carl_demo/carl-412 --checkpoint newest
+	@$(PY) -m credit_rl.studies.competence runs/carl_demo/carl-412 --checkpoint newest
 
 # A real model on real questions. The same command goes on after an interruption. A finished part is kept; an interrupted
 # one is begun again, but the reinforcement goes on from its last checkpoint. REAL_STEPS=0 stops after the

@@ -438,7 +438,7 @@ def _check_regime(task, model, seed):
     regime = get_regime(task.regime)
     if task.data != 'tiny': raise ValueError(f"a regime is for data='tiny', got data={task.data!r}: leave out regime")
     if model == regime.base_folder(seed) and not Path(model).exists():
-        raise ValueError(f'the base of the regime is not in {model}: make it by python -m credit_rl.regimes '
+        raise ValueError(f'the base of the regime is not in {model}: make it by python -m credit_rl.studies.regimes '
                          f'{regime.name} seed={seed}, or name another model')
 
 def _check_world(world, seed=0):

@@ -6,7 +6,7 @@ import pandas as pd
 import pytest
 from scipy.stats import kendalltau, spearmanr
 
-from credit_rl.foretell import RIVALS, came, decide, resample, spearman, survey_tree, with_rivals
+from credit_rl.studies.foretell import RIVALS, came, decide, resample, spearman, survey_tree, with_rivals
 
 
 def table(worlds=8, rules=4, noise=.3, seed=0):

@@ -16,16 +16,16 @@ import torch
 import yaml
 from transformers import LlamaConfig, Qwen2Config, Qwen3Config
 
-from credit_rl.when_to_ask import asking_settings
+from credit_rl.studies.when_to_ask import asking_settings
 from credit_rl.compare import plan_jobs
 from credit_rl.datasets import MIXTURES, load_questions
 from credit_rl.dry_run import missing_room
 from credit_rl.estimate import memory, read_sizes
 from credit_rl.evaluate import _vllm as vllm_arguments
 from credit_rl.evaluate import Evaluation, check_evaluation, read_manifest, read_scores, run_evaluation, set_names
-from credit_rl.longform import JudgeChoice
+from credit_rl.studies.longform import JudgeChoice
 from credit_rl.options import options_in
-from credit_rl.papers import ENTRIES
+from credit_rl.studies.papers import ENTRIES
 from credit_rl.layout import pack
 from credit_rl.learner import Learner, Optimiser, make_critic, saved_policy
 from credit_rl.parts import Credit, Measured, bind

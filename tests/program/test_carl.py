@@ -25,9 +25,9 @@ from credit_rl.runlog import RunLog, latest_checkpoint, read_metrics, read_turns
 from credit_rl.tiny import tiny_model, tiny_tokenizer
 from credit_rl.tools import PythonTool, SearchTool
 from credit_rl import prepare as preparing, setup as staging, step_metrics, train as training
-from credit_rl import competence
-from credit_rl.when_to_ask import AskingChoice, form_auc, run_asking
-from credit_rl.competence import examine_run, examined
+from credit_rl.studies import competence
+from credit_rl.studies.when_to_ask import AskingChoice, form_auc, run_asking
+from credit_rl.studies.competence import examine_run, examined
 from credit_rl.critics import at_states, expected_calibration_error, segment_starts
 from credit_rl.engine import ScriptedEngine
 from credit_rl.layout import pack, token_logps
