@@ -6,8 +6,6 @@
 __all__ = ['WHOLE', 'RIVALS', 'survey_tree', 'with_rivals', 'came', 'spearman', 'resample', 'decide']
 
 # %% ../../nbs/experiments/48_foretell.ipynb #f002
-import numpy as np
-from scipy.stats import kendalltau, rankdata
 from ..significance import holm
 
 # %% ../../nbs/experiments/48_foretell.ipynb #f004
@@ -33,6 +31,7 @@ def with_rivals(
     first='grpo',
 ):
     "What each rival says of each row, the rule that the others are compared with left out: DataFrame."
+    import numpy as np
     base = table[table.rule == first].set_index('world')
     rows = table[table.rule != first].reset_index(drop=True)
     whole, against = rows.rule.isin(WHOLE), base.loc[rows.world]
@@ -49,19 +48,22 @@ def came(
     column='steps',   # or 'turns'
 ):
     "The logarithm of what came, −inf where the rule never got there and NaN where the first rule didn't: (n,) array."
+    import numpy as np
     logs = np.log(table[column].to_numpy(float))
     never = np.isnan(logs) & (table.first_reached.to_numpy(float) > 0) & table.reached.notna().to_numpy()
     return np.where(never, -np.inf, logs)
 
 def spearman(x, y):  # (n,) arrays
     "Spearman's rank correlation, ties at their mean rank: float, NaN where one side is all alike."
+    from scipy.stats import rankdata
     a, b = rankdata(x), rankdata(y)
     a, b = a - a.mean(), b - b.mean()
-    size = np.sqrt((a * a).sum() * (b * b).sum())
-    return float((a * b).sum() / size) if size else np.nan
+    size = float((a * a).sum() * (b * b).sum()) ** .5
+    return float((a * b).sum() / size) if size else float('nan')
 
 def _places(worlds):
     "Where each world's rows lie: list of arrays."
+    import numpy as np
     return [np.flatnonzero(worlds == name) for name in dict.fromkeys(worlds)]
 
 def resample(
@@ -71,13 +73,16 @@ def resample(
     seed=0,
 ):
     "Numbers of resamples of worlds with replacement: dict name -> (times,) array."
+    import numpy as np
     rng, places, found = np.random.default_rng(seed), _places(np.asarray(worlds)), {}
     for _ in range(times):
         rows = np.concatenate([places[i] for i in rng.integers(len(places), size=len(places))])
         for name, x in measure(rows).items(): found.setdefault(name, []).append(x)
     return {name: np.array(x) for name, x in found.items()}
 
-def _ends(x): return dict(zip(('low', 'high'), np.nanquantile(x, [.025, .975]).tolist()))
+def _ends(x):
+    import numpy as np
+    return dict(zip(('low', 'high'), np.nanquantile(x, [.025, .975]).tolist()))
 
 def _two_sided(x): return min(1., 2 * max(1 / len(x), min((x <= 0).mean(), (x >= 0).mean())))
 
@@ -91,7 +96,7 @@ def decide(
     """The primary and the secondary tests: dict with `table` (DataFrame, a row for the score and for each rival: rho,
     low, high, of the score less the rival: less, less_low, less_high), `best` rival, `passed`, `secondary` (DataFrame:
     value, low, high, p, p after Holm), and what was `rows` and `left_out`."""
-    import pandas as pd
+    import numpy as np, pandas as pd
     def joined(other, column):
         both = predictions.merge(other[['world', 'rule', 'steps', 'turns', 'reached', 'first_reached']], on=[
             'world', 'rule'], suffixes=('', '_came')).rename(columns={'turns_came': 'spent'})
@@ -111,7 +116,8 @@ def decide(
 
 def _secondary(joined, learned, adam, times):
     "The secondary tests: DataFrame."
-    import pandas as pd
+    import numpy as np, pandas as pd
+    from scipy.stats import kendalltau
     found = {}
     def test(name, rows, measure):
         many = resample(rows.world, lambda at: {'x': measure(at)}, times)['x']

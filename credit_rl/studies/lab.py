@@ -8,7 +8,7 @@ __all__ = ['TRIALS', 'FORETOLD', 'CHARTS', 'Contender', 'get_contender', 'believ
            'Estimate', 'exact_estimate', 'estimate_of', 'sampled_estimate', 'unit_rate', 'learn', 'censored_mean',
            'step_ratio', 'Trial', 'get_trial', 'LabChoice', 'read_learned', 'best_rate', 'run_lab', 'main', 'lab_table',
            'Chart', 'chart_says', 'chart_figure', 'world_facts', 'situation', 'nearest_worlds', 'map_page',
-           'judge_expected', 'WhichChoice', 'trainable', 'measured_problem', 'which', 'which_main', 'predict']
+           'judge_expected', 'WhichChoice', 'trainable', 'measured_problem', 'which', 'which_main', 'foretell_lab']
 
 # %% ../../nbs/experiments/67_lab.ipynb #c002
 import functools, itertools, json, math, sys, time
@@ -1170,7 +1170,7 @@ def which_main(arguments=None):
           'audit of your own checkpoint (credit-rl audit) would know better: by default it plays on 16 times from every state.')
 
 # %% ../../nbs/experiments/67_lab.ipynb #m017s1
-def predict(
+def foretell_lab(
     folder,  # with exact.csv of the worlds
 ):
     """What the score and its rivals say of every rule in every world of a folder: writes `predictions.csv` there, and

@@ -21,8 +21,8 @@ from credit_rl.groups import group_normalize, index_groups
 from credit_rl.studies.lab import (CHARTS, FORETOLD, TRIALS, LabChoice, Pupils, all_groups, belief_noise, believed, best_rate,
                            censored_mean, chart_figure, estimate_of, exact_estimate, get_contender, get_trial,
                            histories, judge_expected, lab_table, learn, map_page, move_weights, nearest_worlds,
-                           predict, read_learned, run_lab, sampled_estimate, step_ratio, true_gradient, turn_gradients,
-                           turn_weights, unit_rate)
+                           read_learned, run_lab, sampled_estimate, step_ratio, true_gradient, turn_gradients,
+                           turn_weights, unit_rate, foretell_lab)
 from credit_rl.methods import compose
 from credit_rl.potentials import shaping_rewards
 from credit_rl.runlog import RunLog
@@ -397,7 +397,7 @@ def test_draws_have_rates_of_the_first_and_fresh_seeds_of_the_others(tmp_path):
     table = lab_table(tmp_path)
     one = table[(table.world == 'parts 2') & (table.rule == 'exact')].iloc[0]
     assert one.seeds == 6 and one.low < one.steps < one.high and one.first_reached == 1
-    found = predict(tmp_path)
+    found = foretell_lab(tmp_path)
     assert (tmp_path / 'predictions.csv').exists() and found.rule.tolist() == ['dr-grpo', 'exact', 'exact (undivided)'] * 2
     assert found[found.world == 'parts 1'].score.tolist()[1] == pytest.approx(1, abs=1e-4)   # one turn: exact is GRPO
 
