@@ -273,7 +273,8 @@ def anchor_share(
 # %% ../nbs/1_rules/40_advantages.ipynb #p002
 from .groups import at_last_turn
 from .options import Option
-from .parts import SPREAD, Credit, Row, Rule, Sampling, every_turn, rewards_on_last, total_rewards
+from .parts import (SPREAD, Credit, Facts, Reward, Row, Rule, Sampling, every_turn, not_dropped, rewards_on_last,
+                             total_rewards)
 from .turn_rewards import place_rewards, tool_segments
 
 _ALONE = {'average': 'token-mean', 'turnwise': False}
@@ -294,7 +295,7 @@ _RULES = (
     Rule('rloo', r'A_i = R_i - \tfrac{1}{G-1}\sum_{j \ne i} R_j', 'Ahmadian et al. 2024',
          credit=_rule(lambda x, layout, o: rloo(x, layout.groups)), **_ALONE),
     Rule('batch', r'A_i = \frac{R_i - \operatorname{mean} R}{\operatorname{std} R + \epsilon}\ \text{over the batch}',
-         'REINFORCE++ (Hu 2025)', compares=False, every_group='compared with the batch these teach too',
+         'REINFORCE++ (Hu 2025)', compares=False, fits=not_dropped('compared with the batch these teach too'),
          options={'ddof': SPREAD['ddof'], 'eps': SPREAD['eps'],
                   'baseline': Option(False, "subtract the group's mean first")}, **_ALONE,
          credit=_rule(lambda x, layout, o: reinforce_pp(x, layout.groups if o['baseline'] else None, o['ddof'],
@@ -326,15 +327,26 @@ def _anchored(rewards, layout, seen, o):
                  o['step_weight'], o['mode'], o['ddof'], o['eps'], o['least'])
 
 # %% ../nbs/1_rules/40_advantages.ipynb #p0047
-_CALLS = {'average': 'group-mean-token-sum', 'wants_turns': True, 'skips_last': True,
-          'reads': lambda groups, o: {'tool': tool_segments(groups)}}
+def _all_calls(other, o):
+    "Why a rule that leaves the last turn's reward out does not go with a part: changes would not add up any more."
+    if isinstance(other, Reward) and other.gives == 'changes':
+        return f'mt-grpo leaves out the last turn, so {other.name} would not telescope any more'
+
+def _one_call_only(other, o):
+    "Why MT-GRPO does not go with a part, or with a run of more than two turns."
+    if isinstance(other, Facts) and (other.max_turns or 2) > 2:
+        return f'mt-grpo is for rollouts of 2 turns, so max_turns must be 2, got {other.max_turns}'
+    return _all_calls(other, o)
+
+_CALLS = {'average': 'group-mean-token-sum', 'wants_turns': True,
+          'text': lambda groups, rewards, o: {'tool': tool_segments(groups)}}
 _TURN_RULES = (
     Rule('call', r'A_{i,0} = \beta\,\tilde r_i + (1-\beta)\tilde R_i,\ A_{i,1} = \tilde R_i',
-         'MT-GRPO; TIPS appendix E.5', credit=_one_call, most_turns=2,
+         'MT-GRPO; TIPS appendix E.5', credit=_one_call, fits=_one_call_only,
          options={'beta': Option(0.5, 'share of the first turn', least=0, most=1), **SPREAD},
          differs='one call and an answer only; β has no published value', **_CALLS),
     Rule('calls', r'A_{i,k} = \lambda_{mid}\,\tilde r_{i,k} + \lambda_{final}\,\tilde R_i',
-         'MT-GRPO*; TIPS appendix E.5', credit=_many_calls,
+         'MT-GRPO*; TIPS appendix E.5', credit=_many_calls, fits=_all_calls,
          options={'lambda_mid': Option(1.0, 'weight of the turn'), 'lambda_final': Option(1.0, 'weight of the outcome'),
                   'norm': Option('turn', 'what is normalised together', choices=('turn', 'pooled')),
                   'literal': Option(False, "divide by the turn's tokens as written"), **SPREAD},
@@ -342,7 +354,7 @@ _TURN_RULES = (
          'rollouts of token sums, where table 9 names token-mean', **_CALLS),
     Rule('anchors', r'A_{i,k} = \tilde R_i + w\,\tilde y_{i,k}\ \text{among equal contexts}',
          'GiGPO (Feng et al. 2025)', credit=_anchored, average='sequence-mean-token-mean',
-         reads=lambda groups, o: {'anchors': anchor_ids(groups)},
+         text=lambda groups, rewards, o: {'anchors': anchor_ids(groups)},
          options={'gamma': Option(0.95, 'discount of later turns', least=0, most=1),
                   'step_weight': Option(1.0, 'w, weight of the comparison among equal contexts'),
                   'mode': Option('mean_norm', 'how it is normalised', choices=('mean_norm', 'mean_std_norm')),

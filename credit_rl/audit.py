@@ -18,13 +18,13 @@ from .information_gain import belief_of, belief_warning
 from .launch import Progress, set_torch
 from .layout import hidden_states, pack, turn_means
 from .methods import get_method
-from .options import setting, with_defaults
+from .options import setting
 from .parameters import by_group, error_line, from_settings, make_parser, read_settings
 from .parts import assign
 from .rollout import RolloutSize, continuations, rollout
 from .runlog import atomic_write, plain_json, write_json, writing
 from .significance import jackknife, ratio_interval
-from .settings import GROUPS, Course, check, make_config, settings_of
+from .settings import Config, check, make_config
 from .setup import draw_questions, make_engine, make_learner, make_setup, origin_of
 from .train import Run, SilentLog, play_step
 from .true_credit import (credit_errors, distinct_states, sampling_variance, score_continuations, solver_rates,
@@ -399,8 +399,6 @@ class AuditChoice(RolloutSize):
         super().__post_init__()
         for name in self.rules: get_method(name)
 
-_COURSE = with_defaults(Course, run='runs/audit')
-
 # %% ../nbs/6_looking/71_audit.ipynb #sp716
 def _rule_credit(
     run,     # Run of a method
@@ -412,7 +410,7 @@ def _rule_credit(
     the share of rollouts whose outcome the method pays otherwise than `outcome` (N,) says."""
     look, since = run.look(), time.monotonic()
     batch = assign(run.method, groups, look, torch.Generator().manual_seed(seed), run.prefix,
-                   tree=run.settings.learning.tree)
+                   tree=run.config.tree)
     out = torch.zeros(index_groups(groups)[0].shape)
     if not batch.empty:
         found = turn_means(batch.credit.advantages, batch.layout).nan_to_num().float()
@@ -436,9 +434,8 @@ def _judged_run(
     still = dataclasses.replace(config, method=name, options=config.options if name == config.method else {},
                                 learning_rate=1e-12, critic=critic, critic_rate=config.critic_rate or 2e-3,
                                 critic_backbone_rate=5e-4, log_kl=False, steps=max(1, teach), ahead=0)
-    s = settings_of(still)
-    engine = make_engine(s.host, s.acting, origin.start, stage.model, stage.chat.tokenizer)
-    run = Run(s, stage, engine, make_learner(s, origin, stage.model), SilentLog(config.run),
+    engine = make_engine(still, origin.start, stage.model, stage.chat.tokenizer)
+    run = Run(still, stage, engine, make_learner(still, origin, stage.model), SilentLog(config.run),
               say=lambda line: say(f'{name}, {line}'))
     for step in range(1, teach + 1 if critic else 1): _teach_critic(run, step)
     return run
@@ -447,7 +444,7 @@ def _teach_critic(run, step):
     "Let a run's critic learn from a batch that its policy plays. Without advantages the policy has nothing to learn."
     groups, rewards = play_step(run.actor, run.method, step)
     batch = assign(run.method, groups, run.look(step), torch.Generator().manual_seed(step), run.prefix, rewards,
-                   run.settings.learning.tree)
+                   run.config.tree)
     if batch.empty: return
     nothing = torch.zeros_like(batch.credit.advantages)
     run.learner.step(batch.layout, batch.seen, dataclasses.replace(batch.credit, advantages=nothing))
@@ -472,14 +469,13 @@ def _reads_chains(name): return not {'solver', 'notes'}.isdisjoint(r.name for r 
 def _audited(config, auditing, say):
     """An audit: (truth, table, what else was found: dict, table of a tiny world against the solver's values, None of
     others)."""
-    s = settings_of(config)
     judged = [name for name in auditing.rules if config.data == 'tiny' or not _reads_chains(name)]
     if left := [name for name in auditing.rules if name not in judged]:
         say(f'{", ".join(left)}: left out, for it reads the chains of the tiny world, and data is {config.data!r}')
-    set_torch(s.host.threads, s.host.tf32)
-    origin = origin_of(s.course, s.acting, s.host, s.critic)
-    stage = make_setup(s.task, s.acting, origin, config.seed, say)
-    engine = make_engine(s.host, s.acting, origin.start, stage.model, stage.chat.tokenizer)
+    set_torch(config.threads, config.tf32)
+    origin = origin_of(config)
+    stage = make_setup(config, origin, say)
+    engine = make_engine(config, origin.start, stage.model, stage.chat.tokenizer)
     questions = draw_questions(stage.questions['train'], auditing.asked, 1, seed_of('audit', config.seed))
     env, how = stage.environments['train'], SamplingParams(config.temperature, max_tokens=config.turn_tokens)
     say(f'{auditing.asked} questions, {auditing.attempts} attempts each')
@@ -535,7 +531,7 @@ def read_audit_settings(
     "The settings of an audit: (Config, AuditChoice). Raises ValueError on an unknown name or a value not allowed."
     own = {f.name for f in dataclasses.fields(AuditChoice)}
     auditing = from_settings(AuditChoice, {k: v for k, v in given.items() if k in own})
-    config = make_config({'run': _COURSE.run, **{k: v for k, v in given.items() if k not in own}}, print)
+    config = make_config({'run': 'runs/audit', **{k: v for k, v in given.items() if k not in own}}, print)
     if config.dry_run: raise ValueError('dry_run is for a training: an audit has none')
     check(config)
     if (config.engine, config.learner, config.ranks) != ('hf', 'plain', 1):
@@ -549,7 +545,7 @@ def main(arguments=None):
     about = 'Which rule sees where credit lies, on this policy and these questions?'
     parser = make_parser('credit_rl.audit', about)
     try:
-        given, _ = read_settings(parser, arguments, by_group(AuditChoice, *(GROUPS | {'course': _COURSE}).values()))
+        given, _ = read_settings(parser, arguments, by_group(AuditChoice, Config))
         folder = run_audit(*read_audit_settings(given), lambda line: print(line, flush=True))
     except (ValueError, OSError, ImportError) as e: sys.exit(f'credit_rl.audit: {error_line(e)}')
     except KeyboardInterrupt: parser.exit(130, 'credit_rl.audit: interrupted; the same command begins anew\n')

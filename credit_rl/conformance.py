@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from .adapters import Arrays, assign_arrays, turns_from_mask
 from .methods import METHODS
+from .parts import Facts
 
 # %% ../nbs/7_elsewhere/81_conformance.ipynb #c005
 VERSION = 1
@@ -83,7 +84,7 @@ def cases():
         for options in [{}, *_OTHERS.get(name, [])]:
             for given in INPUTS if not options else ['usual']:
                 inputs = _make_input(given)
-                if method.rule.most_turns and max(inputs['turn_counts']) > method.rule.most_turns: continue
+                if method.rule.fits(Facts(max_turns=max(inputs['turn_counts'])), {}): continue
                 key = json.dumps([method.rule.name, method.sampling.name, {**own, **options}, given])
                 if key in found: found[key]['methods'].append(name)
                 else: found[key] = _case(name, method, {**own, **options}, given, inputs)

@@ -341,11 +341,12 @@ def near_miss_statistics(
 from .groups import index_groups
 from .options import Option
 from .outcome import outcome_rewards
-from .parts import SPREAD, Reward, Row, Rule, every_turn
+from .parts import SPREAD, Reward, Row, Rule, every_turn, not_dropped
 
-def _latent(groups, grade, o):
+def _latent(groups, rewards, o):
     """What FOLR adds to the grade (N,) of a wrong rollout: α of what it lacks of 1, up to the turn that showed a gold:
     (N, K). Raises ValueError on grades outside of [0, 1]; where there is none, NaN, nothing is added."""
+    grade = rewards['grade']
     if ((grade < 0) | (grade > 1)).any():
         raise ValueError(f'folr adds to grades of answers in [0, 1], got {grade.tolist()[:8]}; take a metric that '
                          'gives such grades, or another reward')
@@ -354,6 +355,12 @@ def _latent(groups, grade, o):
     first = first_turns(groups, o['match_short'], o['unseen']).where(wrong, torch.tensor(-1))
     if o['spread'] == 'found': first = torch.where(first >= 0, mask.sum(1) - 1, -1)
     return (1 - grade.nan_to_num())[:, None] * folr_rewards(torch.zeros_like(right), first, mask, o['alpha'])
+
+def _misfit(other, o):
+    "Why FOLR does not go with a part: a penalty is no grade of an answer, and all-wrong groups must stay."
+    if o.get('penalty'):
+        return f"folr needs grades of answers in [0, 1], and {other.name} pays a penalty of {o['penalty']}; leave it out"
+    return not_dropped('all-wrong groups are what folr is for')(other, o)
 
 def _by_turn(rewards, layout, seen, o):
     "Advantages of every turn, by turn or by outcome as the strategy says: (N, K)."
@@ -365,15 +372,14 @@ def _by_turn(rewards, layout, seen, o):
 
 # %% ../nbs/1_rules/32_folr.ipynb #p003
 PARTS = (
-    Reward('folr', r'r_{i,k} = R_i + (1 - R_i)\,\alpha\,\mathbb 1[k \le t^*_i]', 'TSPO eq. 6', graded=_latent,
+    Reward('folr', r'r_{i,k} = R_i + (1 - R_i)\,\alpha\,\mathbb 1[k \le t^*_i]', 'TSPO eq. 6', gives='levels', text=_latent,
            options={'alpha': Option(1.0, 'share of the full reward that a wrong rollout earns up to t*',
                                     least=0, most=1),
                     'match_short': Option(False, 'look for yes, no and single letters too'),
                     'unseen': Option(False, 'leave out golds that stand in the question'),
                     'spread': Option('first', 'turns of a wrong rollout that found which earn alpha: up to the first '
                                      'that showed a gold, or all', choices=('first', 'found'))},
-           per_turn=True,
-           every_group='all-wrong groups are what folr is for',
+           fits=_misfit,
            differs='yes/no and one-letter golds count as never shown; eq. 6 is of exact match, a graded outcome earns '
                    'α of what it lacks'),
     Rule('turns', r'A_{i,k} = \operatorname{zscore}_j\, r_{j,k}', 'TSPO eqs. 3, 7, algorithm 1', credit=_by_turn,

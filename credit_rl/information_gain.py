@@ -308,7 +308,7 @@ def belief_of(
 
 # %% ../nbs/1_rules/33_information_gain.ipynb #p002
 from .options import Option
-from .parts import SPREAD, Reward, Row, Rule, rewards_on_last
+from .parts import SPREAD, Golds, Needs, Reward, Row, Rule, rewards_on_last
 
 def _check_schema(o):
     "Refuse a schema that there is not."
@@ -329,8 +329,8 @@ def _accumulated(rewards, layout, seen, o):
 _F1 = {'metric': 'f1', 'penalty': -1.0}
 
 PARTS = (
-    Reward('gain', r'r_{i,k} = \pi(a^*\mid S_{k+1}) - \pi(a^*\mid S_k)', 'IGPO eqs. 3-4', model=_gain, sees='gold',
-           schema=lambda o: o['schema'], golds=lambda o: o['golds'], check=_check_schema,
+    Reward('gain', r'r_{i,k} = \pi(a^*\mid S_{k+1}) - \pi(a^*\mid S_k)', 'IGPO eqs. 3-4', model=_gain,
+           needs=lambda o: Needs(gold=Golds(o['schema'], o['golds'])), check=_check_schema,
            options={'mode': Option('prob', 'what gains are differences of', choices=('prob', 'logprob')),
                     'schema': SCHEMA_OPTION, 'golds': GOLDS_OPTION},
            differs='eq. 3 has one gold; of several the most probable counts, and only the first 16 are scored'),

@@ -217,12 +217,18 @@ def overlong_penalty(
 
 # %% ../nbs/4_learning/50_losses.ipynb #p002
 from .options import Option
-from .parts import Loss, Objective, Reward, Row
+from .parts import Loss, Objective, Reward, Row, Rule
 
-def _overlong(groups, o):
+def _overlong(groups, rewards, o):
     "DAPO's penalty for the tokens that each rollout wrote: (N,)."
     tokens = [sum(len(turn.action_ids) for turn in t.turns) for g in groups for t in g.trajectories]
     return overlong_penalty(torch.tensor(tokens), o['max_length'], o['buffer'])
+
+def _one_ratio(other, o):
+    "Why GSPO does not go with a part: one ratio per rollout averages the credit of its turns away."
+    if isinstance(other, Rule) and other.turnwise:
+        return (f'gspo has one ratio per rollout and averages the credit of its turns away, so {other.name} would do '
+                'nothing; take a loss with a ratio for each token')
 
 _NARROW = {'clip_low': 3e-4, 'clip_high': 4e-4}
 
@@ -234,7 +240,7 @@ PARTS = (
     Objective('clip-higher', r'\text{ppo, clipped to } [1 - 0.2, 1 + 0.28]', 'DAPO', loss=Loss('ppo', clip_high=0.28)),
     Objective('gspo', r'\text{ppo with } \rho_i = (\pi_\theta(y_i)/\pi_{old}(y_i))^{1/\lvert y_i\rvert}',
               'GSPO (Zheng et al. 2025)', loss=Loss('gspo', **_NARROW),
-              whole='has one ratio per rollout and averages the credit of its turns away'),
+              fits=_one_ratio),
     Objective('gspo-token', r'\text{gspo, a gradient per token}', 'GSPO eq. 13', loss=Loss('gspo-token', **_NARROW)),
     Objective('cispo', r'-\operatorname{sg}[\operatorname{clip}(\rho)]\,A\log\pi_\theta', 'CISPO (MiniMax-M1)',
               loss=Loss('cispo', clip_low=1., clip_high=0.28)),

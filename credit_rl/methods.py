@@ -14,7 +14,7 @@ from . import void_turns, llds, process_model
 from . import vspo, turn_rewards, potentials, smdp, turn_ppo
 from . import runlog
 from .options import nearest, read_options
-from .parts import Method, Objective, Part, Reward, Row, Rule, Sampling
+from .parts import Method, Objective, Part, Reward, Row, Rule, Sampling, misfit, not_dropped
 
 # %% ../nbs/1_rules/60_methods.ipynb #c006
 MODULES = tuple(m for m in list(globals().values()) if isinstance(m, ModuleType) and 'PARTS' in vars(m))
@@ -34,23 +34,13 @@ for part in (p for m in MODULES for p in m.PARTS if isinstance(p, Part)): runlog
 REWARDS, RULES, SAMPLINGS, LOSSES = (gather(MODULES, kind) for kind in (Reward, Rule, Sampling, Objective))
 
 # %% ../nbs/1_rules/60_methods.ipynb #c030
+def _usual_options(part): return {name: option.default for name, option in part.options.items()}
+
 def _refused_rule(earned, rule):
     "Why a rule does not fit rewards: str or None."
-    turns = [r for r in earned if r.gives == 'turns']
-    for r in turns:
-        if r.unsummed and not rule.turnwise: return f'{rule.name} sums over turns, and {r.unsummed}'
-        if r.telescopes and rule.skips_last:
-            return f'{rule.name} leaves out the last turn, so {r.name} would not telescope any more'
-    if rule.wants_turns and not turns: return f'{rule.name} compares turn rewards, and none was picked'
-    if rule.chance_only and not (len(earned) == 1 and earned[0].chance):
-        return f'{rule.name} credits turns through its critic, a chance of success, and takes such an outcome alone'
-
-def _refused_sampling(earned, rule, sampling):
-    "Why a sampling does not fit: str or None."
-    reasons = [p.every_group for p in (*earned, rule) if p.every_group]
-    reasons += ['with a critic these teach too'] if rule.critic else []
-    if sampling.selects and reasons:
-        return f"{sampling.name} drops groups whose outcomes agree, but {reasons[0]}; take sampling 'all'"
+    if rule.wants_turns and not any(r.of_turns for r in earned):
+        return f'{rule.name} compares turn rewards, and none was picked'
+    return misfit((*earned, rule), _usual_options)
 
 # %% ../nbs/1_rules/60_methods.ipynb #c031
 def refusal(
@@ -60,7 +50,7 @@ def refusal(
     loss='ppo',      # name in LOSSES
 ):
     "Why parts do not go together: str, or None if they do."
-    earned, rule, objective = [REWARDS[r] for r in rewards], RULES[rule], LOSSES[loss]
+    earned, rule, sampling, objective = [REWARDS[r] for r in rewards], RULES[rule], SAMPLINGS[sampling], LOSSES[loss]
     outcomes = [r for r in earned if r.gives == 'outcome']
     if len(outcomes) != 1:
         known = ' or '.join(name for name, r in REWARDS.items() if r.gives == 'outcome')
@@ -68,9 +58,8 @@ def refusal(
     if why := _refused_rule(earned, rule):
         fit = ', '.join(name for name, other in RULES.items() if not _refused_rule(earned, other))
         return f'{why}; take one of {fit}' + ('' if rule.turnwise else ', or another reward')
-    if why := _refused_sampling(earned, rule, SAMPLINGS[sampling]): return why
-    if objective.whole and rule.turnwise:
-        return f'{loss} {objective.whole}, so {rule.name} would do nothing; take a loss with a ratio for each token'
+    critic = rule.critic and not_dropped('with a critic these teach too')(sampling, {})
+    return critic or misfit((*earned, rule, sampling, objective), _usual_options)
 
 # %% ../nbs/1_rules/60_methods.ipynb #c037
 _USUAL = 'group', 'all', 'ppo'   # rule, sampling and loss that a spelling leaves out
@@ -130,11 +119,12 @@ def extra_passes(
 ):
     "Forwards without gradient over the batch in one step, by model: dict, {} if the row needs none."
     own = (critic or (method.rule.critic or {}).get('kind')) in ('own', 'frozen')
-    values, gold = 'values' in method.sees, 'gold' in method.sees
+    needs = method.needs
+    values, gold, teacher = needs.values, bool(needs.gold), bool(needs.teacher)
     plain = (recompute and not (gold and not values)) or (values and not own) or 'entropy' in measure
-    policy = plain + (gold or 'belief' in measure) + ('teacher' in method.sees and teacher_every == 1)
+    policy = plain + (gold or 'belief' in measure) + (teacher and teacher_every == 1)
     counts = {'policy': int(policy), 'critic': int(values and own),
-              'teacher': int('teacher' in method.sees and teacher_every != 1), 'reference': int(reference)}
+              'teacher': int(teacher and teacher_every != 1), 'reference': int(reference)}
     return {k: v for k, v in counts.items() if v}
 
 # %% ../nbs/1_rules/60_methods.ipynb #c046
@@ -147,10 +137,10 @@ def method_table(
     for m in METHODS.values() if methods is None else methods:
         usual = [m.sampling] * (not m.sampling.selects) + [m.objective] * (m.objective == LOSSES[_USUAL[-1]])
         formulas = [f'${p.equation}$' for p in m.parts if p not in usual]
-        plays = m.asks([]).plays
+        needs = m.needs
         costs = [f'{n} {k}' for k, n in extra_passes(m).items()]
-        cost = ', '.join(costs + [f'{plays} games played on from every state'] * bool(plays)) or 'none'
-        sees = ', '.join(m.sees) or 'text only'
+        cost = ', '.join(costs + [f'{needs.plays} games played on from every state'] * bool(needs.plays)) or 'none'
+        sees = ', '.join(needs.forwards) or 'text only'
         cells = [m.name, '<br>'.join(formulas), m.paper, sees, cost, m.loss.average, m.differs]
         lines.append('| ' + ' | '.join(c.replace('|', r'\|') for c in cells) + ' |')
     return '\n'.join(lines)

@@ -125,10 +125,9 @@ def _check_metric(options):
                          f'got {metric!r}')
 
 PARTS = (
-    Reward('outcome', r'R_i', 'TSPO eq. 2; IGPO eq. 2', gives='outcome', chance=True, check=_check_metric,
-           ungraded=lambda o: '' if not o['penalty'] else f"outcome pays a penalty of {o['penalty']}; leave it out",
-           text=lambda groups, o: outcome_rewards(groups, o['metric'], o['penalty'], o['tags'] and o['tags'][0],
-                                                  o['opening']),
+    Reward('outcome', r'R_i', 'TSPO eq. 2; IGPO eq. 2', gives='outcome', check=_check_metric,
+           text=lambda groups, rewards, o: outcome_rewards(groups, o['metric'], o['penalty'],
+                                                           o['tags'] and o['tags'][0], o['opening']),
            options={'metric': Option('em', 'how an answer is scored: a name, a function, or a dict of them by data set',
                                      object),
                     'penalty': Option(None, 'reward of a rollout that broke the format; None: 0', float, most=0),

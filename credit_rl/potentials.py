@@ -256,7 +256,7 @@ def scoring_flops(
 # %% ../nbs/1_rules/31_potentials.ipynb #p002
 from dataclasses import asdict
 from .options import Option
-from .parts import Keeps, Reward, Row
+from .parts import Golds, Keeps, Needs, Reward, Row, not_summed
 from .scoring import GOLDS_OPTION, SCHEMA_OPTION, read_schema
 
 def _phi(seen, o):
@@ -290,8 +290,12 @@ def _moved(state, sizes):
     return asdict(controller)
 
 # %% ../nbs/1_rules/31_potentials.ipynb #p003
-def _shaping_part(name, equation, paper, model, more, **about):
-    "A reward by a teacher's Φ: α, its band and the logarithm are common to all."
+def _shaping_part(name, equation, paper, pays, more, ends=lambda o: False, **about):
+    "A reward by a teacher's Φ, which `pays` (Φ, turn mask, options): α, its band and the logarithm are common to all."
+    def model(layout, seen, o):
+        "The reward of every turn (N, K), and Φ."
+        phi = _phi(seen, o)
+        return pays(phi, layout.turn_mask, o), {'potential': phi}
     sizes = lambda rewards, layout, o: _sizes(rewards[name], layout.turn_mask, o['refund'])
     options = {'alpha': Option(0.1, 'reward per nat of Φ; pilot: 0.1 for five steps, then fixed by their mean |ΔΦ|',
                                object),
@@ -302,8 +306,8 @@ def _shaping_part(name, equation, paper, model, more, **about):
                'schema': SCHEMA_OPTION,
                'golds': Option(None, f'{GOLDS_OPTION.about}; None: all', int, least=1)}
     return Reward(
-        name, equation, paper, model=model, sees='teacher', potential=_phi, schema=lambda o: o['schema'],
-        golds=lambda o: o['golds'], options=options | more, check=_check_options,
+        name, equation, paper, model=model, options=options | more, check=_check_options,
+        needs=lambda o: Needs(teacher=Golds(o['schema'], o['golds']), ends=ends(o)),
         keeps=Keeps(_controller, lambda o, state: {**o, 'alpha': state['alpha']},
                     lambda o, state, rewards, layout: _moved(state, sizes(rewards, layout, o))),
         metrics=lambda batch, o: {'alpha': _alpha(o),
@@ -314,14 +318,14 @@ def _shaping_part(name, equation, paper, model, more, **about):
 
 PARTS = (
     _shaping_part('shaping', r'r_{i,k} = \alpha[\Phi(S_{k+1}) - \Phi(S_k)],\ \Phi(S_K) = 0', 'TIPS eqs. 15-20',
-                  lambda layout, seen, o: shaping_rewards(_phi(seen, o), layout.turn_mask, _alpha(o), o['terminal']),
+                  lambda phi, mask, o: shaping_rewards(phi, mask, _alpha(o), o['terminal']),
                   {'terminal': Option('zero', "Φ at the end: 0, or the teacher's own", choices=('zero', 'teacher'))},
-                  ends=lambda o: o['terminal'] == 'teacher', telescopes=True,
-                  unsummed='shaping sums to -αΦ(S_0), the same for the whole group',
+                  ends=lambda o: o['terminal'] == 'teacher', gives='changes',
+                  fits=not_summed('shaping sums to -αΦ(S_0), the same for the whole group'),
                   differs='the paper gives no rule for moving α; ours is written out in 31_potentials'),
     _shaping_part('record', r'r_{i,k} = \alpha\max(0, \max_{j \le k+1}\Phi(S_j) - \max_{j \le k}\Phi(S_j))',
                   'TIPS appendix E.6',
-                  lambda layout, seen, o: _alpha(o) * history_max(_phi(seen, o), layout.turn_mask), {},
+                  lambda phi, mask, o: _alpha(o) * history_max(phi, mask), {},
                   differs='called invariant in the paper; it is not (31_potentials)'),
     Row('tips', 'outcome+shaping/gae', 'TIPS eqs. 15-20', '#de8f05'),
     Row('tips-hmax', 'outcome+record/gae', 'TIPS appendix E.6', '#f0b84d'))

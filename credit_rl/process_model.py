@@ -213,7 +213,7 @@ def _counts(o):
 
 PARTS = (
     Reward('prm', r'r_{i,k} = p_{\text{PRM}}(\text{good} \mid q, a_{\le k}, o_{<k})', 'process reward models',
-           text=lambda groups, o: process_scores(groups, make_scorer(o['prm'])), per_turn=True,
+           gives='levels', text=lambda groups, rewards, o: process_scores(groups, make_scorer(o['prm'])),
            check=lambda o: check_scorer(o['prm']), service=_service, metrics=lambda batch, o: _counts(o),
            logs={'prm_texts': 'texts that the process reward model was given since the run began',
                  'prm_failures': 'of these, texts without a score: their rollouts are missing',

@@ -7,9 +7,10 @@ __all__ = ['search_app', 'SearchServer', 'Patience', 'open_retriever', 'serve', 
            'is_kept_searches', 'SearchCache', 'read_corpus', 'build', 'main']
 
 # %% ../nbs/machinery/16_search_service.ipynb #c003
-import functools, json, multiprocessing, os, re, signal, socket, sys, threading, time, warnings
+import asyncio, functools, json, multiprocessing, os, re, signal, socket, sys, threading, time, warnings
 from dataclasses import dataclass
 from http.client import HTTPException
+from itertools import islice
 from multiprocessing.connection import wait
 from pathlib import Path
 
@@ -18,7 +19,8 @@ from .datasets import load_corpus
 from .dense import E5, DenseSearch, build_dense, open_index
 from .options import SettingsGroup, options_in, setting
 from .parameters import error_line, make_parser
-from .readers import Passage, RowError, read_contents, read_field, read_rows, read_title
+from .readers import (Cutting, Passage, RowError, document_files, read_contents, read_field, read_rows,
+                               read_title)
 from .retrieval import Retriever, build_index, check_search, contents
 from .runlog import Journal, atomic_write
 
@@ -56,17 +58,33 @@ def _read_request(body, k):
     if k > _MOST: raise ValueError(f'topk may be {_MOST} at most, got {k}')
     return queries, k, scored
 
-def _respond(retriever, k, body):
-    "Status and JSON (bytes) with which a search server answers the `body` (bytes) of a request."
-    try: queries, k, scored = _read_request(body, k)
-    except (ValueError, TypeError, RecursionError) as e:
-        status, value = 400, {'error': f'{type(e).__name__}: {e}'}
-    else:
+def _search_together(retriever, asked):
+    """What several requests find, those of one k by one search; where that fails, each by one of its own. List of lists
+    of passages, or of the exception that a request met."""
+    found = [None] * len(asked)
+    for most in dict.fromkeys(k for _, k in asked):
+        of = [i for i, (_, k) in enumerate(asked) if k == most]
         try:
-            entry = lambda p: {'document': _document(p), 'score': p.score} if scored else _document(p)
-            status, value = 200, {'result': [[entry(p) for p in row] for row in retriever.search(queries, k)]}
-        except Exception as e: status, value = 500, {'error': f'{type(e).__name__}: {e}'}
-    return status, json.dumps(value).encode()
+            rows = iter(retriever.search([q for i in of for q in asked[i][0]], most))
+            for i in of: found[i] = list(islice(rows, len(asked[i][0])))
+        except Exception as e:
+            for i in of: found[i] = e if len(of) == 1 else _search_together(retriever, [asked[i]])[0]
+    return found
+
+def _respond(retriever, k, bodies):
+    "What a search server answers to the `bodies` (bytes) of requests: list of (status, JSON as bytes)."
+    read = []
+    for body in bodies:
+        try: read.append(_read_request(body, k))
+        except (ValueError, TypeError, RecursionError) as e: read.append(e)
+    found = iter(_search_together(retriever, [r[:2] for r in read if isinstance(r, tuple)]))
+    def answer(r):
+        problem = r if isinstance(r, Exception) else next(found)
+        if isinstance(problem, Exception):
+            return 400 if problem is r else 500, {'error': f'{type(problem).__name__}: {problem}'}
+        entry = lambda p: {'document': _document(p), 'score': p.score} if r[2] else _document(p)
+        return 200, {'result': [[entry(p) for p in row] for row in problem]}
+    return [(status, json.dumps(value).encode()) for status, value in map(answer, read)]
 
 # %% ../nbs/machinery/16_search_service.ipynb #c012
 def _serving():
@@ -83,13 +101,26 @@ def search_app(
     about=None,     # dict: what /health says besides the process
     limit=2 ** 26,  # bytes of a request
     threads=4,      # searches at a time
+    pause=.005,     # seconds in which requests gather for one search
 ):
     "The web application of a search server: FastAPI."
     fastapi, _ = _serving()
     from anyio import CapacityLimiter, to_thread
     from starlette.exceptions import HTTPException
     app, room = fastapi.FastAPI(title='search', docs_url=None, redoc_url=None, openapi_url=None), []
+    waiting, coming = [], []                                  # (body, future) of requests; who will take them
     send = lambda status, body: fastapi.Response(body, status, media_type='application/json')
+
+    async def take_waiting():
+        if not room: room.append(CapacityLimiter(threads))
+        async with room[0]:
+            await asyncio.sleep(pause)
+            coming.clear()
+            taken, waiting[:] = list(waiting), []
+            try: answers = await to_thread.run_sync(_respond, retriever, k, [body for body, _ in taken])
+            except Exception as e: answers = [(500, json.dumps({'error': error_line(e)}).encode())] * len(taken)
+        for (_, answer), said in zip(taken, answers):
+            if not answer.done(): answer.set_result(said)     # nobody waits any more where a client has gone
 
     @app.post('/retrieve')
     @app.post('/retrieve/')
@@ -100,8 +131,9 @@ def search_app(
             if length <= limit: body += piece
         if length > limit:
             return send(413, json.dumps({'error': f'wanted a body of at most {limit} bytes, got {length}'}))
-        if not room: room.append(CapacityLimiter(threads))
-        return send(*await to_thread.run_sync(_respond, retriever, k, bytes(body), limiter=room[0]))
+        waiting.append((bytes(body), answer := asyncio.get_running_loop().create_future()))
+        if not coming: coming.append(asyncio.create_task(take_waiting()))
+        return send(*await answer)
 
     @app.get('/health')
     async def health():
@@ -443,13 +475,14 @@ def read_corpus(
     name,   # a data set of BENCHMARKS, whose layout rows have
     path,   # a file of passages, read one row at a time; a folder or a file of questions is read whole
     on_error='raise',  # malformed row: 'raise', or 'skip' it, count and warn
+    cut=Cutting(),     # how a folder of documents, or one document, is cut
 ):
     """Yield the passages of a corpus, those without an id numbered. Raises on a malformed row, with its place, and
     ValueError where no row is good."""
     bench, path, count = get_benchmark(name), Path(path), 0
-    first = None if path.is_dir() else next(iter(read_rows(path)), (None, None))[1]
-    if path.is_dir() or is_question_row(first):
-        yield from load_corpus(name, path, on_error=on_error)
+    whole = path.is_dir() or path.exists() and document_files(path)[0]
+    if whole or is_question_row(next(iter(read_rows(path)), (None, None))[1]):
+        yield from load_corpus(name, path, on_error=on_error, cut=cut if whole else None)
         return
     skipped, rows = [], 0
     for rows, (where, row) in enumerate(read_rows(path), 1):
@@ -480,8 +513,8 @@ def build(arguments=None):  # list of str; None: the command line's
     "`credit-rl index CORPUS FOLDER`: save an index of passages, for `corpus=FOLDER` and for a server."
     parser = make_parser('credit_rl.search_service', 'Save an index of passages: BM25, or vectors.')
     parser.prog = 'credit-rl index'
-    parser.add_argument('corpus', help='file of {"id", "contents"} or {"title", "text"} rows, or of questions that '
-                                       'bring paragraphs')
+    parser.add_argument('corpus', help='a folder of documents (.txt, .md, .html, .pdf), a file of {"id", "contents"} '
+                                       'or {"title", "text"} rows, or of questions that bring paragraphs')
     parser.add_argument('folder', help='where the index is written; it must not be there yet')
     parser.add_argument('--data', default='hotpotqa', help='data set whose layout rows of questions have')
     parser.add_argument('--dense', nargs='?', const=E5, metavar='MODEL',
@@ -489,10 +522,14 @@ def build(arguments=None):  # list of str; None: the command line's
     parser.add_argument('--factory', default='Flat', help="with --dense, faiss's description of the index")
     parser.add_argument('--on-error', default='raise', choices=('raise', 'skip'), help='what a malformed row is: an '
                         'error, or left out, counted and named')
+    for name, option in options_in(Cutting).items():
+        parser.add_argument(f'--{name}', type=type(option.default), default=option.default, choices=option.choices or None,
+                            help=f'of documents: {option.about}')
     given = parser.parse_args(arguments)
     try:
+        cut = Cutting(given.by, given.words, given.overlap)
         if Path(given.folder).exists(): raise FileExistsError(f'{given.folder} is there already: choose another name')
-        passages = _progress(read_corpus(given.data, given.corpus, given.on_error))
+        passages = _progress(read_corpus(given.data, given.corpus, given.on_error, cut))
         if given.dense: count = build_dense(passages, given.folder, given.dense, factory=given.factory)
         else: count = build_index(passages, given.folder)
     except (OSError, ValueError, ImportError) as e: parser.exit(1, f'credit-rl index: {error_line(e)}\n')

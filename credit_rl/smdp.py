@@ -50,7 +50,7 @@ def segment_advantages(
 
 # %% ../nbs/1_rules/41_smdp.ipynb #p002
 from .options import Option
-from .parts import Credit, Row, Rule, every_turn, to_tokens, turn_starts
+from .parts import Credit, Reward, Row, Rule, every_turn, to_tokens, turn_starts
 
 def _by_segment(rewards, layout, seen, o):
     "Segment advantages of CARL, and the outcome as the critic's target at every segment's start: `Credit`."
@@ -66,10 +66,16 @@ def _by_segment(rewards, layout, seen, o):
     if o['whiten']: credit = whiten(credit, counted)
     return Credit(credit, tokens(every_turn(outcome.nan_to_num(), layout)))
 
+def _outcome_alone(other, o):
+    "Why CARL's rule does not go with a part: its critic is a chance of success."
+    if isinstance(other, Reward) and not (other.gives == 'outcome' and 'metric' in other.facts.values()):
+        return (f"smdp credits turns through its critic, a chance of success by the run's metric, and takes such an "
+                f'outcome alone, not {other.name}')
+
 PARTS = (
     Rule('smdp', r'A_k = V(s_{k+1}) - V(s_k),\ \text{last: } R - V(s_N)', 'CARL eqs. 1-6', credit=_by_segment,
-         average='segment-mean', compares=False, chance_only=True,
-         critic={'kind': 'shared', 'head': 'competence', 'at': 'turns', 'mix': 0.5}, gated=True,
+         average='segment-mean', compares=False, fits=_outcome_alone,
+         critic={'kind': 'shared', 'head': 'competence', 'at': 'turns', 'mix': 0.5},
          options={'lam': Option(0.0, 'λ of a segment', least=0, most=1),
                   'whiten': Option(False, 'advantages of mean 0 and deviation 1 over the trained tokens of the batch')},
          differs='a turn is a segment where the protocol edits no contexts'),

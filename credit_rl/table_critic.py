@@ -10,7 +10,7 @@ import torch
 from .groups import index_groups
 from .options import Option
 from .outcome import outcome_rewards
-from .parts import Keeps, Reward, Row
+from .parts import Keeps, Reward, Row, not_summed
 from .tools import returned_texts
 from .trajectory import Result
 from .true_credit import missing_pages, turn_changes
@@ -60,12 +60,12 @@ def table_values(
     return torch.where(found >= 0, (counts[0] / counts[1])[found], torch.nan).float()
 
 # %% ../nbs/4_learning/56_table_critic.ipynb #s015
-def _changes(groups, o):
-    "What each segment changed of the table's value: (N, K), the last one leaving nothing."
+def _changes(groups, rewards, o):
+    "What each segment changed of the table's value: (N, K), the last one leaving nothing; and the situations."
     found, (mask, _) = situations(groups), index_groups(groups)
     counts = tally(found, outcome_rewards(groups, o['right']))
     if o['table'] is not None: counts = counts + torch.tensor(o['table'], dtype=counts.dtype)
-    return turn_changes(table_values(found, counts), mask)
+    return turn_changes(table_values(found, counts), mask), {'situations': found}
 
 def _fade(o, state, rewards, layout):
     "The table after a step."
@@ -73,10 +73,9 @@ def _fade(o, state, rewards, layout):
 
 PARTS = (
     Reward('table', r'V(c_{k+1}) - V(c_k)', 'ours, after CARL eq. 1', text=_changes,
-           reads=lambda groups, o: {'situations': situations(groups)},
+           gives='changes', fits=not_summed('changes of value sum to the outcome less a constant'),
            keeps=Keeps(lambda o: torch.zeros(2, SITUATIONS).tolist(), lambda o, state: {**o, 'table': state}, _fade),
            options={'keep': Option(0.8, 'weight of earlier steps in the next, once for each step', least=0, most=1),
                     'table': Option(None, 'sums and counts of earlier steps; a run puts them in', list)},
-           differs="a table over what only the world knows, in place of CARL's critic",
-           unsummed='changes of value sum to the outcome less a constant', telescopes=True),
+           differs="a table over what only the world knows, in place of CARL's critic"),
     Row('carl-table', 'outcome+table/each', 'ours, after CARL eqs. 1-9', '#a6611a', {'scale': 'none'}, 'segment-mean'))

@@ -19,12 +19,12 @@ from .folr import folr_rewards
 from .layout import loss_weights
 from .methods import get_method
 from .parameters import by_group, error_line, make_parser, read_settings
-from .parts import Measured, assign, bind
+from .parts import Measured, assign
 from .protocol import PROTOCOLS, last_answer
 from .rollout import rollout
 from .runlog import RunLog
 from .scoring import acting_states, answer_header, answer_logps, gold_templates
-from .settings import GROUPS, make_config, settings_of
+from .settings import Config, make_config
 from .setup import bound_method, draw_questions, make_setup, origin_of
 from .train import note_params
 from .trajectory import Group, Question, Result, Stop, Trajectory, Turn
@@ -106,12 +106,12 @@ def policy_look(
     model,  # Hugging Face causal model, whole on this device
     chat,   # Chat
 ):
-    """What answers `Asks` about gold answers by a model: function (layout, Asks) -> Measured, None where nothing is
+    """What answers `Needs` of gold answers by a model: function (layout, Needs) -> Measured, None where nothing is
     asked."""
-    def look(layout, asks):
-        if not asks.sees: return None
-        golds = gold_templates(chat, asks.groups, asks.schemas['gold'], asks.most.get('gold'))
-        states = layout.states if asks.ends else acting_states(layout.states, layout.turn_mask)
+    def look(layout, needs):
+        if not needs.gold: return None
+        golds = gold_templates(chat, needs.groups, needs.gold.schema, needs.gold.most)
+        states = layout.states if needs.ends else acting_states(layout.states, layout.turn_mask)
         device = next(model.parameters()).device
         scores = answer_logps(model, (layout.ids.to(device), layout.lengths.to(device)), states.to(device), golds)
         return Measured(gold_logp=scores.sums.float().cpu(), gold_tokens=scores.tokens.cpu())
@@ -120,8 +120,8 @@ def policy_look(
 def _check_method(method):
     "Refuse a method that TRL cannot serve. Raises ValueError naming what is missing."
     lacks = {'values': 'has no critic', 'teacher': 'has no teacher'}
-    why = [lacks[name] for name in method.sees if name in lacks]
-    if method.asks([]).plays: why.append('plays on from no state')
+    why = [lacks[name] for name in method.needs.forwards if name in lacks]
+    if method.needs.plays: why.append('plays on from no state')
     if why:
         raise ValueError(f'{method.name} cannot be served, TRL {why[0]}: take a method that judges text or asks the '
                          'policy, as tspo or igpo do, or our own loop (credit_rl.train)')
@@ -183,7 +183,7 @@ class TurnCredit(_Shared):
     seed: int, of the rollouts
     engine: None: TRL's model itself
     """
-    method: object       # Method; `bind` sets its options
+    method: object       # Method; its `bind` sets options
     environment: object  # Environment
     sampling: object = field(default_factory=SamplingParams)  # Sampling; temperature as in GRPOConfig
     seed: int = 0        # of the rollouts
@@ -377,7 +377,7 @@ class EnvironmentCredit(_Shared):
     environment: Environment, of a protocol that searches
     seed: int, of samplings that draw
     """
-    method: object       # Method; `bind` sets its options
+    method: object       # Method; its `bind` sets options
     environment: object  # Environment, of a protocol that searches
     seed: int = 0        # of samplings that draw
     rows: list = ()      # of the batch under way
@@ -428,13 +428,13 @@ class TurnAdvantages:
     def __post_init__(self):
         method = get_method(self.rule) if isinstance(self.rule, str) else self.rule
         wanted = needs(method)
-        if 'values' in wanted or method.sampling.selects or method.sampling.reads:
+        if 'values' in wanted or method.sampling.selects or method.sampling.text:
             raise ValueError(f'{method.name} needs a critic, drops groups, or reads text, and TRL has rewards alone: '
                              'take a rule that compares the attempts at one question, such as tspo')
         if ('turns' in wanted) != (self.evidence is not None):
             raise ValueError(f'{method.name} ' + ('reads what each turn earned: give evidence' if 'turns' in wanted else
                                                   'reads outcomes alone: leave out evidence'))
-        self.method = bind(method, self.options)
+        self.method = method.bind(self.options)
 
     def check(self, args): "Any `GRPOConfig` will do."
 
@@ -493,28 +493,26 @@ def _earned(
 
 # %% ../nbs/7_elsewhere/82_trl_trainer.ipynb #c026
 def _trl_arguments(
-    learning,  # Learning
-    course,    # Course: steps, seed
-    loss,      # Loss
-    folder,    # where TRL may write
-    temperature=1.0,  # of the rollouts
+    c,       # Config
+    loss,    # Loss
+    folder,  # where TRL may write
 ):
     "TRL's `GRPOConfig` for the settings of a run. Raises ValueError on what TRL's loss does not have."
     from trl import GRPOConfig
     if loss.kind != 'ppo' or loss.entropy or loss.llds:
         raise ValueError(f"TRL is run with the loss 'ppo' without further terms here, got {loss.kind!r}, entropy="
                          f'{loss.entropy} and llds={loss.llds}; set the first two in a GRPOConfig of your own')
-    rows, parts = learning.questions_per_step * learning.group_size, learning.minibatches
+    rows, parts = c.questions_per_step * c.group_size, c.minibatches
     if rows % parts: raise ValueError(f'TRL wants equal mini-batches, and {rows} rollouts do not make {parts}')
     micro = max(n for n in range(1, 33) if rows // parts % n == 0)
     return GRPOConfig(
-        str(folder), seed=course.seed, temperature=temperature, max_steps=course.steps * parts * learning.epochs,
+        str(folder), seed=c.seed, temperature=c.temperature, max_steps=c.steps * parts * c.epochs,
         loss_type='dapo', beta=loss.kl, epsilon=loss.clip_low, epsilon_high=loss.clip_high, delta=loss.dual_clip,
-        num_generations=learning.group_size, num_iterations=learning.epochs, per_device_train_batch_size=micro,
+        num_generations=c.group_size, num_iterations=c.epochs, per_device_train_batch_size=micro,
         gradient_accumulation_steps=rows // parts // micro, steps_per_generation=rows // micro,
-        learning_rate=learning.learning_rate, lr_scheduler_type='constant_with_warmup',
-        warmup_steps=learning.warmup, weight_decay=learning.weight_decay, adam_beta1=learning.betas[0],
-        adam_beta2=learning.betas[1], max_grad_norm=learning.clip, gradient_checkpointing=False, bf16=False,
+        learning_rate=c.learning_rate, lr_scheduler_type='constant_with_warmup',
+        warmup_steps=c.warmup, weight_decay=c.weight_decay, adam_beta1=c.betas[0],
+        adam_beta2=c.betas[1], max_grad_norm=c.clip, gradient_checkpointing=False, bf16=False,
         shuffle_dataset=False, logging_strategy='no', save_strategy='no', report_to='none', disable_tqdm=True,
         use_cpu=not torch.cuda.is_available(), dataloader_pin_memory=torch.cuda.is_available())
 
@@ -544,15 +542,14 @@ def trl_run(
              'correction': None}
     if given := [f'{n}={v!r}' for n, x in usual.items() if (v := getattr(config, n)) != x]:
         raise ValueError(f'training under TRL does not heed {", ".join(given)}: leave it out, or use credit_rl.train')
-    s, method = settings_of(config), get_method(config.method)
+    method = get_method(config.method)
     _check_method(method)
-    loss = s.learning.loss_of(method)
-    args = _trl_arguments(s.learning, s.course, loss, Path(config.run)/'trl', config.temperature)
+    loss = config.loss_of(method)
+    args = _trl_arguments(config, loss, Path(config.run)/'trl')
     with RunLog(config.run) as log:                    # what fails before its first score leaves the folder free
-        origin = origin_of(s.course, s.acting, s.host, s.critic)
-        stage = make_setup(s.task, s.acting, origin, config.seed, say)
-        env, n = stage.environments['train'], s.learning.questions_per_step
-        method = bound_method(s.course, s.task, n, stage.chat, loss, env.max_turns)
+        stage = make_setup(config, origin_of(config), say)
+        env, n = stage.environments['train'], config.questions_per_step
+        method = bound_method(config, stage.chat, loss, env.max_turns)
         credit = TurnCredit(method, env, SamplingParams(config.temperature, max_tokens=config.turn_tokens), config.seed)
         note_params(log, config)
         asked = [q for step in range(config.steps)
@@ -575,7 +572,7 @@ def trl_run(
 def main(arguments=None):
     "`python -m credit_rl.trl_trainer setting=value …`, the settings of `credit_rl.train`."
     parser = make_parser('credit_rl.trl_trainer', "Train a policy under TRL with one of the methods.")
-    try: trl_run(read_settings(parser, arguments, by_group(*GROUPS.values()))[0])
+    try: trl_run(read_settings(parser, arguments, by_group(Config))[0])
     except (ValueError, OSError, ImportError) as e: sys.exit(f'credit_rl.trl_trainer: {error_line(e)}')
 
 # %% ../nbs/7_elsewhere/82_trl_trainer.ipynb #c028

@@ -14,7 +14,7 @@ from .groups import at_last_turn, check_turns, group_normalize, index_groups
 from .metrics import exact_match, parts
 from .options import Option
 from .outcome import outcome_rewards
-from .parts import Reward, Row, Rule, rewards_on_last
+from .parts import Needs, Reward, Row, Rule, not_summed, rewards_on_last
 from .rollout import continuations, add_message
 from .tools import skipping
 from .trajectory import Group, Result
@@ -299,23 +299,23 @@ def _as_wide(values, layout):
     "Values of kept rollouts, in as many columns as the batch has turns: a longer rollout may have been left out."
     return torch.nn.functional.pad(values, (0, layout.turn_mask.shape[1] - values.shape[1]), value=math.nan)
 
-def _solver_changes(groups, o):
+def _solver_changes(groups, rewards, o):
     "What each turn changed of the solver's value: (N, K), the last one leaving nothing."
     rates = solver_rates(groups, outcome_rewards(groups, o['read_by']))
     return turn_changes(solver_values(groups, o['turns'], rates), index_groups(groups)[0])
 
-_CHANGES = {'unsummed': 'changes of value sum to the outcome less a constant', 'telescopes': True}
+_CHANGES = {'gives': 'changes', 'fits': not_summed('changes of value sum to the outcome less a constant')}
 PARTS = (
     Reward('continuations', r'V^\pi(S_{k+1}) - V^\pi(S_k)', 'VinePPO (Kazemnejad et al. 2024)',
            model=lambda layout, seen, o: turn_changes(_as_wide(seen.state_values, layout), layout.turn_mask),
-           plays=lambda o: o['m'], options={'m': Option(4, 'continuations of every state', least=1)},
+           needs=lambda o: Needs(plays=o['m']), options={'m': Option(4, 'continuations of every state', least=1)},
            differs='a turn for a step', **_CHANGES),
     Reward('solver', r'V^{solver}(S_{k+1}) - V^{solver}(S_k)', 'ours', text=_solver_changes,
            options={'turns': Option(4, 'turns that a rollout may take', least=1),
                     'read_by': Option('em', 'how answers are scored where the rate of right ones is measured', object)},
            facts={'turns': 'max_turns', 'read_by': 'metric'}, **_CHANGES),
-    Reward('notes', r'\Phi(S_{k+1}) - \Phi(S_k)', 'ours', telescopes=True,
-           text=lambda groups, o: turn_changes(note_values(groups), index_groups(groups)[0])),
+    Reward('notes', r'\Phi(S_{k+1}) - \Phi(S_k)', 'ours', gives='changes',
+           text=lambda groups, rewards, o: turn_changes(note_values(groups), index_groups(groups)[0])),
     Rule('each', r'A_{i,k} = r_{i,k} / s', 'ours', credit=_scaled, compares=False,
          options={'scale': Option('batch', "s: the batch's root mean square, the group's deviation, or 1",
                                   choices=('batch', 'group', 'none')),

@@ -35,7 +35,7 @@ def _without_void(groups, rewards, o, rng):
 PARTS = (
     Sampling('no-void', r'\omega_i = 1 - \mathbb 1[\text{a turn of } i \text{ neither calls nor answers}]',
              'SimpleTIR (Xue et al. 2025)', keep=_without_void, selects=False,
-             reads=lambda groups, o: {'void': void_rollouts(groups)},
+             text=lambda groups, rewards, o: {'void': void_rollouts(groups)},
              metrics=lambda batch, o: {'void_rollouts': batch.rewards['void'].float().mean().item()},
              logs={'void_rollouts': 'share of trajectories with a turn that neither calls nor answers, which the '
                                     'policy term leaves out'}),)

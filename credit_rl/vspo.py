@@ -154,7 +154,7 @@ def kept_and_weights(
 
 # %% ../nbs/1_rules/42_vspo.ipynb #p002
 from .options import Option
-from .parts import Row, Sampling
+from .parts import Needs, Row, Sampling
 
 def _outcomes(groups, rewards):
     "Outcomes as a table, (B, G), and the row of each trajectory, (N,)."
@@ -203,7 +203,8 @@ PARTS = (
                       'clip': Option(True, 'smooth the weights; False: ω = N')},
              metrics=_value_metrics, logs=_VALUE_LOGS,
              differs='one row with ω times its advantage in place of N copies, its KL once; smoothing is its α'),
-    Sampling('varied', r'0 < \#\{i : R_i\ \text{right}\} < G', 'DAPO eq. 11', keep=_varied, rounds=lambda o: o['draws'],
+    Sampling('varied', r'0 < \#\{i : R_i\ \text{right}\} < G', 'DAPO eq. 11', keep=_varied,
+             needs=lambda o: Needs(rounds=o['draws']),
              options={**_VARIANCE, 'draws': Option(3, 'rounds of rollouts that a step may take', least=1),
                       'groups': Option(None, 'most groups that are kept; None: those of a step', int, least=1)},
              facts={'groups': 'questions_per_step'},

@@ -18,10 +18,10 @@ from credit_rl.compare import (curve_panels, find_runs, learning_curves, load_ru
                                run_label)
 from credit_rl.methods import METHODS, MODULES, extra_passes, method_table
 from credit_rl.parameters import by_group
-from credit_rl.parts import Loss
+from credit_rl.parts import Facts, Loss
 from credit_rl.prepare import WarmUpChoice
 from credit_rl.runlog import read_params, read_summary, read_text, stored_folders
-from credit_rl.settings import GROUPS
+from credit_rl.settings import Config
 from credit_rl.sft import Imitation
 from kept import kept
 
@@ -74,23 +74,22 @@ SEEN = {
 
 def sees_section(method, stored):
     "What a method reads of a rollout, as a list."
-    asks, rule = method.asks([]), method.rule
-    lines = ['the text of the rollouts: what was called, shown and answered', *(SEEN[name] for name in method.sees)]
-    if asks.plays: lines.append(f'{asks.plays} games that the policy plays on from the state before every turn')
+    needs, rule = method.needs, method.rule
+    lines = ['the text of the rollouts: what was called, shown and answered', *(SEEN[name] for name in needs.forwards)]
+    if needs.plays: lines.append(f'{needs.plays} games that the policy plays on from the state before every turn')
     if rule.compares: lines.append('other attempts at the same question, so `group_size` is two or more')
-    if rule.most_turns: lines.append(f'rollouts of at most {rule.most_turns} turns')
+    lines += [f'rollouts of at most {most} turns' for most in _turns(method).values()]
     return '\n'.join(f'- {line}' for line in lines)
 
 
 def cost_section(method, stored):
     "What a step by a method takes besides rollouts and update."
-    passes, plays = extra_passes(method), method.asks([]).plays
-    rounds = method.sampling.rounds(method.own(method.sampling)) if method.sampling.rounds else 1
+    passes, needs = extra_passes(method), method.needs
     lines = [f'{n} forward{"s" * (n > 1)} of the {model} over the batch, without gradient'
              for model, n in passes.items()]
     if method.rule.critic: lines.append('a critic that learns beside the policy')
-    if plays: lines.append(f'{plays} games played on from every state')
-    if rounds > 1: lines.append(f'up to {rounds} rounds of rollouts, until enough groups are worth an update')
+    if needs.plays: lines.append(f'{needs.plays} games played on from every state')
+    if needs.rounds > 1: lines.append(f'up to {needs.rounds} rounds of rollouts, until enough groups are worth an update')
     shown = '\n'.join(f'- {line}' for line in lines)
     return shown or 'Nothing besides rollouts and update: it is computed from their text.'
 
@@ -131,16 +130,18 @@ def differs_section(method, stored):
 
 def _row_command(method, **more):
     "The settings that train by a method and nothing else, as typed in a shell."
-    turns = {'max_turns': method.rule.most_turns} if method.rule.most_turns else {}
-    given = {'method': method.name, **turns, **more}
+    given = {'method': method.name, **_turns(method), **more}
     return ' '.join(shlex.quote(f'{name}={value}') for name, value in given.items())
+
+
+def _turns(method): return {'max_turns': 2} if method.rule.fits(Facts(max_turns=3), {}) else {}
 
 
 def curve_section(method, stored):
     "The learning curve of a method, and its results."
     if not stored.runs:
         pair = ' '.join(shlex.quote(n) for n in dict.fromkeys((method.name, 'grpo')))
-        turns = f' max_turns={method.rule.most_turns}' if method.rule.most_turns else ''
+        turns = ''.join(f' {name}={value}' for name, value in _turns(method).items())
         return ('No run of it by this code is stored. This command makes three, three of GRPO, and a report:\n\n'
                 f'    python -m credit_rl.compare --methods {pair} --seeds 1 2 3 --out '
                 f'runs/{page_name(method.name)}{turns}')
@@ -338,7 +339,7 @@ def settings_page():
              'that papermill runs (`-p name value`); see ' + notebook_of(parameters) + ' and '
              + notebook_of(settings) + '. A value out of its range is refused before anything is computed. '
              "What a method takes besides, its `options`, stands on its [page](methods/index.md)."]
-    parts += [f'## {head}\n\n{option_table(options)}' for head, options in by_group(*GROUPS.values()).items()]
+    parts += [f'## {head}\n\n{option_table(options)}' for head, options in by_group(Config).items()]
     parts.append('## Fields of `loss`\n\nSet as `loss.NAME=value`; a method has its own where a run says nothing.\n\n'
                  + option_table(next(iter(by_group(Loss).values()))))
     for verb, (group, prefix) in COMMANDS.items():

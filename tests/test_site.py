@@ -58,7 +58,7 @@ def test_every_method_has_a_page_in_the_one_form(name, archive):
     assert all(f'| `{option}` |' in found['Options'] for option in method.options)
     assert all(p.differs.replace('31_potentials', '`31_potentials`') in found['How ours differs']
                for p in method.parts if p.differs and p.differs in method.differs)
-    assert all(site_pages.SEEN[what] in found['What it sees'] for what in method.sees)
+    assert all(site_pages.SEEN[what] in found['What it sees'] for what in method.needs.forwards)
 
 
 @pytest.mark.parametrize('name', METHODS)

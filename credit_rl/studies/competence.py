@@ -36,7 +36,7 @@ from ..rollout import check_prompts, rollout
 from ..runlog import latest_checkpoint, named_checkpoint, plain_json, write_json
 from ..runlog import read_metrics, read_params, read_summary, read_turns, stored_folders
 from ..parameters import from_settings, make_parser
-from ..settings import Host, make_config, settings_of
+from ..settings import Acting, Host, Task, make_config
 from ..setup import bound_method, make_engine, make_setup, origin_of
 from ..trajectory import trajectory_from_json
 from ..vllm_engine import EngineLost
@@ -116,14 +116,14 @@ def _checkpoint_of(run, name):
     return latest_checkpoint(run) if name == 'newest' else named_checkpoint(run, name)
 
 # %% ../../nbs/experiments/75_competence.ipynb #k7504
-def _engines(host, acting, origin, tokenizer, policy, base):
+def _engines(config, origin, tokenizer, policy, base):
     """Who plays: (engine of the policy, engine of the base, function that ends them), by the run's engine. `base` is a
     function that loads it."""
-    host = dataclasses.replace(host, lora={})                       # the policy's additions are merged into its weights
-    if host.engine == 'hf':
-        return *(make_engine(host, acting, origin.base, m, tokenizer) for m in (policy, base())), lambda: None
+    config = dataclasses.replace(config, lora={})                   # the policy's additions are merged into its weights
+    if config.engine == 'hf':
+        return *(make_engine(config, origin.base, m, tokenizer) for m in (policy, base())), lambda: None
     if torch.cuda.is_available(): torch.cuda.empty_cache()                       # vLLM asks how much is free
-    engine, held = make_engine(host, acting, origin.base, None, tokenizer), ['base']
+    engine, held = make_engine(config, origin.base, None, tokenizer), ['base']
     both = (_SharedEngine(engine, name, load, held) for name, load in (('policy', lambda: policy), ('base', base)))
     return *both, engine.close
 
@@ -139,19 +139,18 @@ def open_agent(
     if not (config.protocol or '').startswith('carl'):
         raise ValueError(f"{run} played by the protocol {config.protocol or 'of its data'!r}; this examination needs "
                          "one that leaves the choice: 'carl' or 'carl-tiny'")
-    s = settings_of(config)
-    set_torch(s.host.threads, s.host.tf32)
-    device = None if s.host.engine == 'hf' else 'cpu'      # where a vLLM plays it has the GPU, until the critic is read
+    set_torch(config.threads, config.tf32)
+    device = None if config.engine == 'hf' else 'cpu'      # where a vLLM plays it has the GPU, until the critic is read
     policy, tokenizer, step = read_policy(run, checkpoint, device)
-    origin = origin_of(s.course, s.acting, s.host, s.critic)
-    stage = make_setup(s.task, s.acting, origin, config.seed, lambda line: None)
+    origin = origin_of(config)
+    stage = make_setup(config, origin, lambda line: None)
     chat, env, questions = stage.chat, stage.environments['test'], stage.questions['test']
     del stage                                                                    # and with it the model it began with
     base = lambda: load_model(origin.base, origin.dtype, device)[0]
-    *engines, stop = _engines(s.host, s.acting, origin, tokenizer, policy, base)
+    *engines, stop = _engines(config, origin, tokenizer, policy, base)
     critic = _read_critic(config.method, policy, origin, _checkpoint_of(run, checkpoint)[1])
-    metric = bound_method(s.course, s.task, s.learning.questions_per_step, chat).metric
-    return Agent(*engines, env, questions, metric, config.seed, s.acting.sampling, critic, config.row_tokens,
+    metric = bound_method(config, chat).metric
+    return Agent(*engines, env, questions, metric, config.seed, config.sampling, critic, config.row_tokens,
                  origin.base, ranks, stop), step
 
 # %% ../../nbs/experiments/75_competence.ipynb #c009
@@ -239,11 +238,11 @@ def _early_credit(run, until=_EARLY):  # folder of a run
             'that answer': len(answers)}
 
 # %% ../../nbs/experiments/75_competence.ipynb #n304
-def _asked_of_base(course, task, acting, host, base):
+def _asked_of_base(c, base):
     "All that an examination of a run's base, a folder or name, depends on."
-    metric = get_method(course.method).settings(course.options).get('metric')
-    return repr([base, metric, course.seed, acting.temperature, host.act_rows, host.engine,
-                 *(getattr(g, f.name) for g in (task, acting) for f in fields(g) if f.name != 'model')])
+    metric = get_method(c.method).settings(c.options).get('metric')
+    return repr([base, metric, c.seed, c.temperature, c.act_rows, c.engine,
+                 *(getattr(c, f.name) for group in (Task, Acting) for f in fields(group) if f.name != 'model')])
 
 # %% ../../nbs/experiments/75_competence.ipynb #k7505
 def _needs(run, checkpoint='best'):
@@ -269,8 +268,8 @@ def examine_run(
     run, say, bases = Path(run), say or (lambda line: print(line, flush=True)), {} if bases is None else bases
     if not ranks.once(lambda: _needs(run, checkpoint)): return read_summary(run)['competence']
     agent, step = open_agent(run, checkpoint, host, ranks)
-    tell, s = lambda part: say(f'{run.name}: {part}'), settings_of(_config_of(run, host))
-    asked = _asked_of_base(s.course, s.task, s.acting, s.host, agent.name)
+    tell = lambda part: say(f'{run.name}: {part}')
+    asked = _asked_of_base(_config_of(run, host), agent.name)
     try:
         if asked not in bases: bases[asked] = examine_base(agent, progress=tell)
         found = examine_agent(agent, progress=tell, base=bases[asked])
@@ -294,15 +293,15 @@ def examine_sets(
     run, say, config = Path(run), say or (lambda line: print(line, flush=True)), _config_of(run, host)
     how = {name: getattr(config, name) for name in options_in(Conversation)}
     choice = from_settings(Evaluation, {**how, 'seed': config.seed, 'questions': 500, **asked})
-    s, names, opened, found = settings_of(config), set_names(choice.data), {}, {}
+    names, opened, found = set_names(choice.data), {}, {}
     agent, step = open_agent(run, checkpoint, host, ranks)
     try:
         for name in names:
             (questions, _), (search, *_) = open_set(choice, name, opened)
             env = make_environment(agent.env.chat.tokenizer, search, choice)
             check_prompts(env, questions)
-            task = dataclasses.replace(s.task, data=name, path=None, world={}, regime=None)
-            metric = bound_method(s.course, task, s.learning.questions_per_step, env.chat).metric
+            of_name = dataclasses.replace(config, data=name, path=None, world={}, regime=None)
+            metric = bound_method(of_name, env.chat).metric
             part = dataclasses.replace(agent, questions=questions, env=env, metric=metric)
             of_set = lambda line, name=name: say(f'{run.name}, {name}: {line}')
             found[name] = plain_json({**examine_agent(part, progress=of_set), 'step': step})
@@ -503,27 +502,33 @@ def asking_differences(
     return _seed_table(runs, method)
 
 # %% ../../nbs/experiments/75_competence.ipynb #c027
-def asking_figure(folders):  # as in find_runs
-    "Draw tool rate and exact match by tier, a line for each method: matplotlib figure."
-    import matplotlib.pyplot as plt, seaborn as sns
-    runs = {}
-    for method, _, found in examined(folders): runs.setdefault(method, []).append(found['greedy'])
-    colours = method_colours(list(runs))
+def _seeds_figure(
+    rows,   # list of dict, one for each seed and place: method, x, and for each panel its title: y
+    ticks,  # words below the places 0, 1, …
+    width,  # inches
+):
+    "Draw a panel for each title, a line for each method through its means, a point for each seed: matplotlib figure."
+    import matplotlib.pyplot as plt, pandas as pd, seaborn as sns
+    table = pd.DataFrame(rows)
+    methods, panels = list(dict.fromkeys(table.method)), [name for name in table if name not in ('method', 'x')]
+    table['x'] += table.method.map({m: .05 * (i - (len(methods) - 1) / 2) for i, m in enumerate(methods)})
     with sns.axes_style('ticks'):
-        fig, axes = plt.subplots(1, 2, figsize=(8.6, 3.2), layout='constrained', sharey=True)
-        for ax, name in zip(axes, ('tool rate', 'EM')):
-            for i, (method, found) in enumerate(runs.items()):
-                at, colour = [x + .05 * (i - (len(runs) - 1) / 2) for x in (0, 1)], colours[method]
-                seeds = [[_measure(play, t, name) for t in '21'] for play in found]
-                for one in seeds: ax.plot(at, one, '.', color=colour, alpha=.45)
-                ax.plot(at, [sum(x) / len(x) for x in zip(*seeds)], '-o', mfc='white', color=colour, label=method)
-            ax.set(xticks=[0, 1], xticklabels=['known without tools\n(Tier 2)', 'not known\n(Tier 1)'],
-                   xlim=(-.4, 1.4), ylim=(-.03, 1.05),
-                   title={'tool rate': 'share of rollouts with a call', 'EM': 'exact match'}[name])
-        fig.legend(*axes[1].get_legend_handles_labels(), loc='outside right center', frameon=False)
+        fig, axes = plt.subplots(1, len(panels), figsize=(width, 3), layout='constrained', sharey=True)
+        for ax, title in zip(axes, panels):
+            curves(ax, table.rename(columns={title: 'y'}), method_colours(methods), 'points', 'o')
+            ax.set(title=title, xticks=range(len(ticks)), xticklabels=ticks, xlim=(-.4, len(ticks) - .6),
+                   ylim=(-.03, 1.05))
+        fig.legend(*axes[-1].get_legend_handles_labels(), loc='outside right center', frameon=False)
         sns.despine(fig)
     plt.close(fig)
     return fig
+
+def asking_figure(folders):  # as in find_runs
+    "Draw tool rate and exact match by tier, a line for each method: matplotlib figure."
+    panels = {'share of rollouts with a call': 'tool rate', 'exact match': 'EM'}
+    rows = [{'method': method, 'x': x, **{t: _measure(found['greedy'], tier, name) for t, name in panels.items()}}
+            for method, _, found in examined(folders) for x, tier in enumerate('21')]
+    return _seeds_figure(rows, ['known without tools\n(Tier 2)', 'not known\n(Tier 1)'], 8.6)
 
 # %% ../../nbs/experiments/75_competence.ipynb #d0se0002
 def dose_figure(
@@ -533,29 +538,12 @@ def dose_figure(
     """Draw tool rate and exact match by tier over the worlds of a comparison, in the order of their names: a line for
     each method through its means, a point for each examined seed. Returns the matplotlib figure. Raises
     FileNotFoundError where no run was examined."""
-    import matplotlib.pyplot as plt, seaborn as sns
     worlds = sorted({run.parent for run in stored_folders(folder, '*/*-*/summary.json')
                      if 'competence' in read_summary(run)})
     if not worlds: raise FileNotFoundError(f'{folder} holds no examined run: WORLD/METHOD-SEED, credit-rl competence')
-    runs = {}                                                # (method, world) -> what was found on each seed
-    for x, world in enumerate(worlds):
-        for method, _, found in examined(world): runs.setdefault(method, {}).setdefault(x, []).append(found[play])
-    colours = method_colours(list(runs))
-    with sns.axes_style('ticks'):
-        fig, axes = plt.subplots(1, 4, figsize=(11.5, 2.9), layout='constrained', sharey=True)
-        for ax, (title, of) in zip(axes, _BY_TIER.items()):
-            for i, (method, found) in enumerate(runs.items()):
-                off, colour = .05 * (i - (len(runs) - 1) / 2), colours[method]
-                seeds = {x + off: [_measure(play, *of) for play in plays] for x, plays in found.items()}
-                for x, values in seeds.items(): ax.plot([x] * len(values), values, '.', color=colour, alpha=.45)
-                means = [sum(values) / len(values) for values in seeds.values()]
-                ax.plot([*seeds], means, '-o', ms=4, mfc='white', color=colour, label=method)
-            ax.set(title=title, xticks=range(len(worlds)), xticklabels=[w.name for w in worlds], ylim=(-.03, 1.05),
-                   xlim=(-.4, len(worlds) - .6))
-        fig.legend(*axes[0].get_legend_handles_labels(), loc='outside right center', frameon=False)
-        sns.despine(fig)
-    plt.close(fig)
-    return fig
+    rows = [{'method': method, 'x': x, **{title: _measure(found[play], *of) for title, of in _BY_TIER.items()}}
+            for x, world in enumerate(worlds) for method, _, found in examined(world)]
+    return _seeds_figure(rows, [world.name for world in worlds], 11.5)
 
 # %% ../../nbs/experiments/75_competence.ipynb #c0urse02
 def asking_course(folders):  # as in find_runs

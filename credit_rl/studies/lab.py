@@ -28,7 +28,7 @@ from ..methods import get_method
 from ..options import SettingsGroup, nearest, setting
 from ..outcome import METRICS, outcome_rewards
 from ..parameters import by_group, from_settings, make_parser, read_settings
-from ..parts import Measured, assign, bind, to_tokens
+from ..parts import Measured, assign, to_tokens
 from ..runlog import Journal, atomic_write, read_turns, writing
 from ..significance import holm, verdict, welch
 from ..trajectory import Group, trajectory_from_json
@@ -74,9 +74,9 @@ def get_contender(
     words = [word for word in rest.rstrip(')').split(', ') if word]
     method = get_method({'exact': 'vine', 'tspo flat': 'tspo'}.get(row, row))
     scored = dict.fromkeys(({'right', 'metric'} & {*method.knobs}), _remembered(metric))
-    own = 'frozen' if 'teacher' in method.sees else 'own' if 'gold' in method.sees else None
+    own = 'frozen' if method.needs.teacher else 'own' if method.needs.gold else None
     found = {'critic': 'cold' if method.critic else None, 'belief': own, 'sight': 'told' if method.critic else None,
-             'spread': 'first' if row == 'tspo flat' else None, 'auc': 1. if 'gold' in method.sees else None, 'scale': 'group' if method.name == 'vine' else None,
+             'spread': 'first' if row == 'tspo flat' else None, 'auc': 1. if method.needs.gold else None, 'scale': 'group' if method.name == 'vine' else None,
              'plays': (math.inf if row == 'exact' else options.get('m', method.options['m'])) if 'm' in method.knobs else 0}
     for word in words:
         part = _WORDS.get(word) or ('auc' if word.startswith('.') else 'plays')
@@ -87,7 +87,7 @@ def get_contender(
     scale, spread = found.pop('scale'), found.pop('spread')
     usual = ({'scale': 'none' if scale == 'undivided' else scale} if scale else
              {'penalty': None} if 'penalty' in method.knobs else {}) | ({'flat': True, 'spread': spread} if spread else {})
-    return Contender(name, bind(method, usual | scored | options), **found | {'auc': found['auc'] or 1.})
+    return Contender(name, method.bind(usual | scored | options), **found | {'auc': found['auc'] or 1.})
 
 # %% ../../nbs/experiments/67_lab.ipynb #c029
 def believed(
@@ -191,7 +191,7 @@ def turn_weights(
 ):
     """The credit that `assign` gives to every turn, times its weight in the mean over rollouts of sums over turns:
     (N, K), 0 in groups that are left out; and a critic's targets (N, K), 0 without one."""
-    batch = assign(method, groups, lambda layout, asks: _seen(shown, layout), generator)
+    batch = assign(method, groups, lambda layout, needs: _seen(shown, layout), generator)
     sizes = [len(t.turns) for g in groups for t in g.trajectories]
     out = torch.zeros(2, len(sizes), max(sizes))
     if batch.empty: return out
@@ -208,7 +208,7 @@ def move_rewards(
     """What `Method.text_rewards` would read in the text of rollouts: dict, or None of a method that reads, or leaves
     out, more than a game tells."""
     if method.sampling.selects or not {r.name for r in method.rewards} <= _READ: return None
-    if method.rule.reads and method.rule.name != 'anchors': return None
+    if method.rule.text and method.rule.name != 'anchors': return None
     mask, total, turns = moves.turn_mask, earned_before(game, moves)[1], len(game.layers)
     if game.metric == 'parts': total = ((total * turns).round().double() / turns).float()
     text = {'right': total, 'outcome': total, 'turns': torch.zeros(mask.shape)}
@@ -218,7 +218,7 @@ def move_rewards(
         if method.own(r).get('spread') == 'found': first = torch.where(first >= 0, mask.sum(1) - 1, -1)
         found = folr_rewards(torch.zeros_like(total), first, mask, method.own(r)['alpha'])
         text['turns'] = found if method.rule.turnwise else found / mask.sum(1, keepdim=True)
-    return text | ({'anchors': histories(game, moves)} if method.rule.reads else {})
+    return text | ({'anchors': histories(game, moves)} if method.rule.text else {})
 
 def move_weights(
     game,
@@ -300,7 +300,7 @@ class Pupils:
     def potential(self, belief):
         "α Φ of a teacher's belief: same shape; 0 where a method has no teacher. A critic's targets lie lower by it."
         method = self.contender.method
-        return method.options['alpha'] * belief.clamp(1e-3, 1.).log() if 'teacher' in method.sees else 0. * belief
+        return method.options['alpha'] * belief.clamp(1e-3, 1.).log() if method.needs.teacher else 0. * belief
 
     def keep(self, which):  # (P,) bool
         "Go on with some of the policies only."

@@ -16,7 +16,6 @@ from credit_rl.folr import (chance_occurrence, evidence_golds, evidence_words, f
 from credit_rl.information_gain import shown_states
 from credit_rl.methods import get_method
 from credit_rl.metrics import normalize
-from credit_rl.parts import bind
 from credit_rl.protocol import PROTOCOLS
 from credit_rl.readers import marks
 from credit_rl.tools import observation_of, render_json
@@ -137,7 +136,7 @@ def test_unseen_is_an_option_of_folr():
     asked = dataclasses.replace(g.question, text='Was he born in Budapest?')
     wrong = Group(asked, [dataclasses.replace(t, question=asked) for t in g.trajectories[1:]])
     for unseen, paid in ((False, 2.), (True, 0.)):
-        method = bind(get_method('tspo'), {'unseen': unseen})
+        method = get_method('tspo').bind({'unseen': unseen})
         assert method.text_rewards([wrong])['turns'].sum().item() == paid
 
 

@@ -16,7 +16,7 @@ from credit_rl.groups import group_normalize
 from credit_rl.layout import pack
 from credit_rl.models import load_model
 from credit_rl.methods import get_method
-from credit_rl.parts import Measured, bind
+from credit_rl.parts import Measured
 from credit_rl.protocol import PROTOCOLS, Chat
 from credit_rl.rollout import rollout
 from credit_rl.scoring import Schema, acting_states, answer_header, answer_logps, gold_templates
@@ -514,16 +514,17 @@ def test_only_the_first_accepted_answers_are_scored(played):
     names = list(dict.fromkeys(a for g in played[2] for a in g.question.answers))[:20]
     names.append(names[0])
     many = dataclasses.replace(group, question=dataclasses.replace(group.question, answers=names))
-    asks = lambda spelling, options={}: bind(get_method(spelling), options).asks([many])
-    assert (asks('igpo').most, asks('igpo', {'golds': 3}).most, asks('tips').most) == ({'gold': 16}, {'gold': 3}, {})
-    assert asks('tips', {'golds': 2}).most == {'teacher': 2}
+    needs = lambda spelling, **options: get_method(spelling).bind(options).needs
+    assert (needs('igpo').gold.most, needs('igpo', golds=3).gold.most, needs('tips').teacher.most) == (16, 3, None)
+    assert needs('tips', golds=2).teacher.most == 2
     scored = lambda most: gold_templates(chat, [many], 'own', most)[0]
     assert [len(scored(most)) for most in (16, 3, 99, None)] == [16, 3, 20, 20] and scored(3) == scored(None)[:3]
-    with pytest.raises(ValueError, match='golds must be at least 1, got 0'): asks('igpo', {'golds': 0})
+    with pytest.raises(ValueError, match='golds must be at least 1, got 0'): needs('igpo', golds=0)
 
 
 def test_the_gain_asks_in_the_protocols_words_unless_told():
     gain = PARTS[0]
     usual = {name: option.default for name, option in gain.options.items()}
-    assert gain.schema(usual) == 'own' and gain.schema({**usual, 'schema': ['a ', '']}) == ['a ', '']
+    schema = lambda **o: gain.needs({**usual, **o}).gold.schema
+    assert schema() == 'own' and schema(schema=['a ', '']) == ['a ', '']
     with pytest.raises(ValueError, match="'own', one of"): gain.check({**usual, 'schema': 'tpis'})

@@ -18,14 +18,13 @@ from credit_rl.learner import FrozenModels, Learner, Optimiser, PlainBackend, ma
 from credit_rl.methods import (LOSSES, METHODS, REWARDS, RULES, SAMPLINGS, compose, extra_passes, get_method,
                                method_table, refusal)
 from credit_rl.models import load_model, load_tokenizer, other_words
-from credit_rl.parts import (Asks, Credit, Facts, Loss, Row, Measured, assign, begin, bind, move, part_metrics,
-                             to_tokens)
+from credit_rl.parts import Credit, Facts, Golds, Loss, Measured, Needs, Row, assign, not_dropped, to_tokens
 from credit_rl.protocol import PROTOCOLS, Chat
 from credit_rl.rollout import rollout
 from credit_rl.runlog import RunLog, latest_checkpoint, read_metrics
 from credit_rl.scoring import gold_templates
 from credit_rl.smdp import segment_advantages
-from credit_rl.settings import check, make_config, settings_of
+from credit_rl.settings import check, make_config
 from credit_rl.setup import Setup
 from credit_rl.tiny import NOISY, act, tiny_environment
 from credit_rl.train import Run, read_memory, train, train_step
@@ -91,13 +90,13 @@ def looks(learner, world):
     "A look that asks a learner, or a policy that plays on, for what a method asks, and for nothing else."
     model, chat, _, env = world[:4]
 
-    def look(layout, asks):
-        if not asks.sees and not asks.plays: return None
-        golds, seen = {n: gold_templates(chat, asks.groups, schema) for n, schema in asks.schemas.items()}, Measured()
-        if asks.sees: seen = learner.evaluate(layout, asks.sees, golds, ends=asks.ends)
-        if not asks.plays: return seen
+    def look(layout, needs):
+        if not needs.forwards and not needs.plays: return None
+        golds, seen = {n: gold_templates(chat, needs.groups, g.schema) for n, g in needs.golds.items()}, Measured()
+        if needs.forwards: seen = learner.evaluate(layout, needs.forwards, golds, ends=needs.ends)
+        if not needs.plays: return seen
         engine = HFEngine(model, chat.tokenizer, max_length=192)
-        return dataclasses.replace(seen, state_values=continuation_values(engine, env, asks.groups, asks.plays)[0])
+        return dataclasses.replace(seen, state_values=continuation_values(engine, env, needs.groups, needs.plays)[0])
     return look
 
 
@@ -105,9 +104,9 @@ def a_step(world, method, options=None, groups=None):
     """One update of a method on the stored games: batch, what was logged, the gradient's direction as the change of
     weights under SGD, forwards besides the step."""
     model, chat = world[:2]
-    method = bind(method, options or {})
+    method = method.bind(options or {})
     critic = make_critic(model, **method.critic) if method.critic else None
-    frozen = FrozenModels(teacher_every=0 if 'teacher' in method.sees else None)
+    frozen = FrozenModels(teacher_every=0 if method.needs.teacher else None)
     learner = Learner(copy.deepcopy(model), method.loss, AT_ONCE, critic, frozen, backend=SGD())
     before = {n: w.clone() for n, w in learner.weights().items()}
     batch = assign(method, groups or games(world), looks(learner, world), torch.Generator().manual_seed(0))
@@ -217,12 +216,12 @@ def test_every_rule_takes_the_outcome_of_igpo_or_of_prs_by_name(world, name):
     "IGPO's by the options `metric` and `penalty`, PRS's stages by the part's name."
     groups, row = games(world), METHODS[name]
     of = lambda method: method.text_rewards(groups)['outcome']
-    igpo, plain = of(bind(METHODS['igpo-f1'], {})), of(METHODS['grpo'])
+    igpo, plain = of(METHODS['igpo-f1'].bind({})), of(METHODS['grpo'])
     assert not torch.equal(igpo, plain)
-    if any(r.graded for r in row.rewards):            # which takes grades in [0, 1]
-        with pytest.raises(ValueError, match='penalty'): bind(row, {'metric': 'f1', 'penalty': -1.})
-    else: assert torch.equal(of(bind(row, {'metric': 'f1', 'penalty': -1.})), igpo)
-    assert torch.equal(of(bind(row, {'metric': 'em', 'penalty': None})), plain)
+    if any(r.gives == 'levels' for r in row.rewards):            # which takes grades in [0, 1]
+        with pytest.raises(ValueError, match='penalty'): row.bind({'metric': 'f1', 'penalty': -1.})
+    else: assert torch.equal(of(row.bind({'metric': 'f1', 'penalty': -1.})), igpo)
+    assert torch.equal(of(row.bind({'metric': 'em', 'penalty': None})), plain)
     rewards = '+'.join('prs' if r.name == 'outcome' else r.name for r in row.rewards)
     if name == 'carl':                                # whose critic is a chance of success
         with pytest.raises(ValueError, match='a chance of success'): compose(f'{rewards}/{row.rule.name}')
@@ -252,7 +251,7 @@ def test_graded_outcomes_with_folr_by_hand():
     the rewards are eq. 6's; a broken call of PRS earns -1 in all turns, and a grade out of [0, 1] is refused."""
     group = answers(example_group(), 'Budapest', 'Budapest city', 'Vienna')
     def table(spelling, group, **options):
-        rewards = bind(compose(spelling), options).text_rewards([group])
+        rewards = compose(spelling).bind(options).text_rewards([group])
         return rewards['outcome'][:, None] + rewards['turns']
     f1 = table('outcome+folr/turns', group, metric='f1', right='em', alpha=.5)
     torch.testing.assert_close(f1, torch.tensor([[1.] * 4, [5 / 6, 5 / 6, 2 / 3, 2 / 3], [0.] * 4]))
@@ -390,23 +389,23 @@ def test_missing_measures_take_a_rollout_out(world):
     assert not torch.equal(whole.advantages[1], lost.advantages[1])
 
 
-def test_a_method_asks_for_what_its_parts_look_at(world):
-    "Each row's `Asks`: the models that its rewards read, their schemas, and ends where these are scored."
-    asks = lambda spelling, options: bind(get_method(spelling), options).asks(world[2])
-    assert asks('grpo', {}) == Asks(world[2]) and asks('igpo', {}).schemas == {'gold': 'own'}
-    assert asks('tips', {}) == Asks(world[2], ('teacher', 'values'), {'teacher': 'own'})
-    assert asks('igpo', {'schema': 'igpo'}).schemas == {'gold': 'igpo'}
-    assert asks('tips', {'terminal': 'teacher'}).ends and not asks('tips-hmax', {}).ends
+def test_a_method_needs_what_its_parts_look_at():
+    "Each row's `Needs`: the models that its rewards read, their schemas, ends where these are scored, and rounds."
+    needs = lambda spelling, **options: get_method(spelling).bind(options).needs
+    assert needs('grpo') == Needs() and needs('igpo') == Needs(gold=Golds('own', 16))
+    assert needs('tips') == Needs(teacher=Golds(), values=True) and needs('dapo', draws=2) == Needs(rounds=2)
+    assert needs('igpo', schema='igpo').golds['gold'].schema == 'igpo' and needs('vine').plays == 4
+    assert needs('tips', terminal='teacher').ends and not needs('tips-hmax').ends
 
 
 def test_parts_log_what_they_measured(world):
     "Shaping logs its weight and its size; a row without such a part logs nothing."
     batch, *_ = a_step(world, METHODS['tips'], {'alpha': .3})
-    logged = part_metrics(bind(METHODS['tips'], {'alpha': .3}), batch)
+    logged = METHODS['tips'].bind({'alpha': .3}).metrics(batch)
     before_last = batch.layout.turn_mask & torch.nn.functional.pad(batch.layout.turn_mask[:, 1:], (0, 1))
     size = batch.rewards['shaping'][before_last].abs().mean().item()
     assert logged == {'alpha': .3, 'mean_abs_shaping': pytest.approx(size)} and size > 0
-    assert part_metrics(METHODS['tspo'], batch) == {} and set(logged) == set(REWARDS['shaping'].logs)
+    assert METHODS['tspo'].metrics(batch) == {} and set(logged) == set(REWARDS['shaping'].logs)
 
 
 # ---- what goes together is read off the parts ----
@@ -422,24 +421,24 @@ def tomorrow(monkeypatch):
 
 def test_a_new_rule_is_refused_by_what_it_says_of_itself(tomorrow, monkeypatch):
     tomorrow(turnwise=False)
-    unsummed = {name: reward.unsummed for name, reward in REWARDS.items() if reward.unsummed}
-    assert 'shaping' in unsummed
+    unsummed = {name: why for name, r in REWARDS.items() if (why := r.fits(RULES['tomorrow'], {})) and r.of_turns}
+    assert {*unsummed} == {'shaping', 'continuations', 'solver', 'table'}
     for reward, why in unsummed.items():
         found = refusal(('outcome', reward), 'tomorrow')
         assert 'tomorrow sums over turns' in found and why in found and 'take one of' in found
         with pytest.raises(ValueError, match='tomorrow sums over turns'): compose(f'outcome+{reward}/tomorrow')
     assert refusal(('outcome', 'gain'), 'tomorrow') is refusal(('outcome', 'folr'), 'tomorrow') is None
-    tomorrow(skips_last=True)
-    assert 'tomorrow leaves out the last turn, so shaping' in refusal(('outcome', 'shaping'), 'tomorrow')
-    fixed = dataclasses.replace(REWARDS['rules'], name='fixed', telescopes=True)    # any reward that telescopes
+    tomorrow(fits=RULES['calls'].fits)
+    fixed = dataclasses.replace(REWARDS['rules'], name='fixed', gives='changes')    # any reward that telescopes
     monkeypatch.setitem(REWARDS, 'fixed', fixed)
-    assert 'so fixed would not telescope' in refusal(('outcome', 'fixed'), 'tomorrow')
+    for reward in ('shaping', 'fixed', 'notes'):
+        assert f'so {reward} would not telescope' in refusal(('outcome', reward), 'tomorrow')
     assert refusal(('outcome', 'rules'), 'tomorrow') is None
     tomorrow(wants_turns=True)
     assert 'compares turn rewards' in refusal(('outcome',), 'tomorrow')
-    tomorrow(chance_only=True)
+    tomorrow(fits=RULES['smdp'].fits)
     assert 'a chance of success' in refusal(('prs',), 'tomorrow') and refusal(('outcome',), 'tomorrow') is None
-    tomorrow(every_group='tomorrow needs them')
+    tomorrow(fits=not_dropped('tomorrow needs them'))
     assert 'tomorrow needs them' in refusal(('outcome',), 'tomorrow', 'value')
     tomorrow(critic={'kind': 'own', 'at': 'turns'})
     assert 'with a critic these teach too' in refusal(('outcome',), 'tomorrow', 'varied')
@@ -484,7 +483,7 @@ def a_run(world, folder, method, **changes):
     setup = Setup(chat, copy.deepcopy(model), {'train': list(land.questions)}, {'train': tiny_environment(land, chat)})
     config = make_config({'method': method, 'questions_per_step': 2, 'group_size': 2, 'log_kl': False, **changes})
     learner = learner_of(config, copy.deepcopy(model))
-    return Run(settings_of(config), setup, HFEngine(learner.scorer.model, chat.tokenizer), learner, RunLog(str(folder)))
+    return Run(config, setup, HFEngine(learner.scorer.model, chat.tokenizer), learner, RunLog(str(folder)))
 
 
 def test_dapo_asks_again(world, tmp_path):
@@ -538,7 +537,7 @@ def test_tokens_read_are_those_of_rows_and_answers(world, tmp_path):
     chat, groups = world[1], world[2]
     run, layout = a_run(world, tmp_path, 'igpo'), pack(groups)
     look = run.look()
-    look(layout, run.method.asks(groups))
+    look(layout, dataclasses.replace(run.method.needs, groups=groups))
     flat = [t for g in groups for t in g.trajectories]
     answers = gold_templates(chat, groups)
     by_hand = sum(len(t.turns) * sum(len(a.ids) for a in golds) for t, golds in zip(flat, answers))
@@ -593,14 +592,14 @@ def test_a_rule_of_tags_takes_those_that_are_set():
     "A protocol without an answer tag is no obstacle to whoever names one."
     named = {'tags': ['think', 'tool_call', 'answer']}
     check(make_config({'method': 'prs', 'protocol': 'carl-tiny', 'options': named}))
-    bound = bind(METHODS['prs'], {}, Facts(tags=('think', 'tool_call', 'answer'), opening='<think>'))
+    bound = METHODS['prs'].bind({}, Facts(tags=('think', 'tool_call', 'answer'), opening='<think>'))
     assert bound.options['tags'][0] == 'think' and bound.options['opening'] == '<think>'
 
 
 def test_igpo_pays_the_penalty_for_a_turn_without_reasoning(world):
     "In a run the protocol's reasoning tag is known; what broke is the outcome, and nothing else changes."
     groups = games(world)
-    method = bind(METHODS['igpo'], {}, Facts(tags=('think', 'tool_call', 'answer')))
+    method = METHODS['igpo'].bind({}, Facts(tags=('think', 'tool_call', 'answer')))
     whole = method.text_rewards(groups)['outcome']
     i = int((whole > 0).nonzero()[0])
     flat = [t for g in groups for t in g.trajectories]
@@ -618,7 +617,7 @@ def test_tips_below_lambda_one(world, lam):
     """Shaped GAE by the recursion written out, token by token; and the identity that it is GAE with the critic V + αΦ
     of the state before each turn."""
     generator = torch.Generator().manual_seed(3)
-    method = bind(METHODS['tips'], {'lam': lam, 'alpha': .3, 'whiten': False})
+    method = METHODS['tips'].bind({'lam': lam, 'alpha': .3, 'whiten': False})
 
     def look(layout, asks):
         shape = (*layout.states.shape[:2], 1)
@@ -650,25 +649,25 @@ def test_the_size_of_alpha_is_read_before_the_refund(world):
         return Measured(values=torch.zeros(layout.ids.shape), teacher_tokens=torch.ones(shape).long(),
                     teacher_logp=torch.linspace(-9., -8., shape[1])[None, :, None].expand(shape))
     for refund in (False, True):
-        method = bind(METHODS['tips'], {'band': 'medium', 'alpha': .1, 'refund': refund})
+        method = METHODS['tips'].bind({'band': 'medium', 'alpha': .1, 'refund': refund})
         batch = assign(method, games(world), look)
         mask = batch.layout.turn_mask
         counted = mask if refund else mask & torch.nn.functional.pad(mask[:, 1:], (0, 1))
         size = batch.rewards['shaping'][counted].abs().mean().item()
-        kept = move(method, begin(method), batch)['shaping']
+        kept = method.move(method.begin(), batch)['shaping']
         assert math.isclose(kept['mean'], size / .1, rel_tol=1e-5) and (kept['mean'] > 1) == refund
-        assert math.isclose(part_metrics(method, batch)['mean_abs_shaping'], size, rel_tol=1e-5)
+        assert math.isclose(method.metrics(batch)['mean_abs_shaping'], size, rel_tol=1e-5)
 
 
 def test_what_a_teacher_reads_is_an_option(world):
     chat, groups = world[1:3]
-    asked = lambda options: bind(METHODS['tips'], options).asks(groups).schemas
-    assert asked({'schema': 'bare'}) == {'teacher': 'bare'} and asked({}) == {'teacher': 'own'}
-    own = asked({'schema': ['answer : ', '']})['teacher']
+    asked = lambda options: METHODS['tips'].bind(options).needs.teacher.schema
+    assert asked({'schema': 'bare'}) == 'bare' and asked({}) == 'own'
+    own = asked({'schema': ['answer : ', '']})
     template = gold_templates(chat, groups, own)[0][0]
     assert 'answer :' not in chat.tokenizer.decode(template.ids[template.start:template.end])
-    both = bind(get_method('outcome+shaping+record/turns'), {'shaping.schema': 'bare'})
-    with pytest.raises(ValueError, match="'bare' or by 'own'"): both.asks(groups)
+    both = get_method('outcome+shaping+record/turns').bind({'shaping.schema': 'bare'})
+    with pytest.raises(ValueError, match='scored once'): both.needs
 
 
 @pytest.mark.parametrize('name', ['mt-grpo', 'mt-grpo*'])
@@ -686,7 +685,7 @@ def test_prs_with_vspo_trains_on_stages(world, tmp_path):
     named, spelt = get_method('prs+vspo'), get_method('prs/group/value')
     assert named.parts == spelt.parts and named.options == spelt.options and named.loss == spelt.loss
     groups = games(world)
-    method = bind(named, {}, Facts(tags=('think', 'tool_call', 'answer')))
+    method = named.bind({}, Facts(tags=('think', 'tool_call', 'answer')))
     staged = method.text_rewards(groups)['outcome'].view(6, 4)
     assert task_values(staged).max() > 4 / 27 >= task_values(right_answers(groups).view(6, 4)).max()
     run = a_run(world, tmp_path, 'prs+vspo', questions_per_step=6, group_size=4)

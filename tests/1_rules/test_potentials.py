@@ -361,5 +361,6 @@ def test_operations_are_counted_pair_by_pair():
 def test_a_teacher_is_asked_in_the_protocols_words_unless_told():
     for part in PARTS[:2]:
         usual = {name: option.default for name, option in part.options.items()}
-        assert part.schema(usual) == 'own' and part.schema({**usual, 'schema': 'tips'}) == 'tips'
+        schema = lambda **o: part.needs({**usual, **o}).teacher.schema
+        assert schema() == 'own' and schema(schema='tips') == 'tips'
         with pytest.raises(ValueError, match="'own', one of"): part.check({**usual, 'schema': 'tpis'})

@@ -12,7 +12,7 @@ from transformers import BertConfig, BertForSequenceClassification, LlamaConfig,
 from transformers import LlamaForSequenceClassification
 
 from credit_rl.methods import compose
-from credit_rl.parts import assign, bind, part_metrics
+from credit_rl.parts import assign
 from credit_rl.process_model import (check_scorer, ClassifierScorer, make_scorer, process_scores, process_texts,
                                      ServerScorer)
 from credit_rl.protocol import byte_tokenizer
@@ -55,14 +55,14 @@ def test_a_turn_is_scored_before_the_tool_answers_it():
 
 
 def test_a_taught_classifier_pays_the_turns_that_it_was_taught(folder):
-    method = bind(compose('outcome+prm/turns'), {'prm': {'model': str(folder), 'label': 'good'}})
+    method = compose('outcome+prm/turns').bind({'prm': {'model': str(folder), 'label': 'good'}})
     batch = assign(method, [GROUP], lambda layout, asks: None)
     scores = process_scores([GROUP], make_scorer({'model': str(folder), 'label': 'good'}))
     assert_close(batch.rewards['turns'], scores)
     assert (scores[:, 3] > .8).all() and (scores[:, :3] < .2).all()
-    logged = part_metrics(method, batch)
+    logged = method.metrics(batch)
     assert logged['prm_texts'] >= 12 and logged['prm_failures'] == logged['prm_cut'] == 0
-    summed = bind(compose('outcome+prm/group'), {'prm': method.options['prm']})
+    summed = compose('outcome+prm/group').bind({'prm': method.options['prm']})
     found = assign(summed, [GROUP], lambda layout, asks: None).rewards['turns']
     assert_close(found, scores / 4)                                   # a rule that sums takes the mean over turns
 
@@ -105,7 +105,7 @@ def test_what_is_no_classifier_is_refused(tmp_path, folder):
                         ({'model': 'a', 'batc': 1}, 'batch'), ({'base_url': 'http://h', 'model': 'a', 'api_key': 's'},
                                                                'may not hold a key')):
         with pytest.raises(ValueError, match=said): check_scorer(wrong)
-        with pytest.raises(ValueError, match=said): bind(compose('outcome+prm/turns'), {'prm': wrong})
+        with pytest.raises(ValueError, match=said): compose('outcome+prm/turns').bind({'prm': wrong})
 
 
 # ---- behind a server ----
@@ -173,7 +173,7 @@ def test_a_server_that_comes_back_is_asked_again(server):
 def test_a_rollout_with_a_missing_score_leaves_the_comparison(server):
     texts = process_texts(GROUP.trajectories[2])
     server.answer = lambda asked: (200, rows([-1. if x in texts else .5 for x in asked['input']]))
-    method = bind(compose('outcome+prm/turns'), {'prm': {'base_url': server.url, 'model': 'm'}})
+    method = compose('outcome+prm/turns').bind({'prm': {'base_url': server.url, 'model': 'm'}})
     batch = assign(method, [GROUP], lambda layout, asks: None)
     assert batch.credit.trajectory_weight.tolist() == [1, 1, 0]
     assert batch.credit.advantages[batch.layout.row_trajectory == 0].any()

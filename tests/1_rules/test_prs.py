@@ -8,7 +8,7 @@ from torch.testing import assert_close
 from credit_rl.groups import group_normalize
 from credit_rl.methods import get_method
 from credit_rl.metrics import normalize, short_bleu
-from credit_rl.parts import assign, bind, part_metrics
+from credit_rl.parts import assign
 from credit_rl.protocol import PROTOCOLS, Chat
 from credit_rl.prs import (PRS_JUDGE_PROMPT, PRS_TAGS, complete_package, format_reward, judge_messages, parse_verdict,
                            process_reward, progressive, prs_long, prs_rewards, prs_short, read_calls, sigmoid)
@@ -267,12 +267,12 @@ def test_the_judge_is_asked_about_the_reference_or_inventions_or_both(match, gro
     for asks, verdict in wanted.items():
         judge = Two(match, grounded)
         options = {'form': 'long', 'judge': judge, 'judge_asks': asks}
-        batch = bind(get_method('prs'), options).text_rewards(groups)
+        batch = get_method('prs').bind(options).text_rewards(groups)
         assert_close(batch['outcome'], torch.tensor([prs_long(1, 0.1, verdict, 1.)]), equal_nan=True)
         about = [p for p in judge.asked if isinstance(p, str)]
         assert len(about) == (asks != 'reference' and not (asks == 'both' and a == 0))
         assert all('The mayor lives' in p and 'NYC' in p for p in about)
-        judged = bind(get_method('judged/group'), {'judge': judge, 'judge_asks': asks}).text_rewards(groups)
+        judged = get_method('judged/group').bind({'judge': judge, 'judge_asks': asks}).text_rewards(groups)
         assert_close(judged['outcome'], torch.tensor([float(verdict)]), equal_nan=True)
 
 
@@ -281,8 +281,8 @@ def test_what_a_judge_is_not_asked_needs_no_words(tmp_path):
     judge = {'base_url': 'http://127.0.0.1:9/v1', 'model': 'm'}
     for asks, name in (('reference', 'hallucination_prompt'), ('grounded', 'judge_prompt')):
         with pytest.raises(ValueError, match='judge_asks'):
-            bind(get_method('prs'), {'form': 'long', 'judge': judge, 'judge_asks': asks, name: str(path)})
-    with pytest.raises(ValueError, match='no judge'): bind(get_method('prs'), {'judge_asks': 'both'})
+            get_method('prs').bind({'form': 'long', 'judge': judge, 'judge_asks': asks, name: str(path)})
+    with pytest.raises(ValueError, match='no judge'): get_method('prs').bind({'judge_asks': 'both'})
 
 
 def test_a_judge_that_raises_is_not_a_verdict():
@@ -408,10 +408,10 @@ def test_a_step_logs_its_stages_of_all_rollouts(form):
     same = [attempt([Result.OK], 'Boston')] * 5                                   # without spread: VSPO drops it
     judge = Judge({'Boston': 'Mismatch', 'NYC': '<Evaluation Rating>: Match'})
     options = {'form': form, 'judge': judge if form == 'long' else None}
-    method = bind(get_method('prs+vspo'), options)
+    method = get_method('prs+vspo').bind(options)
     batch = assign(method, [Group(Q, rollouts), Group(Q, same)], lambda layout, asks: None,
                    torch.Generator().manual_seed(0))
-    logged = part_metrics(method, batch)
+    logged = method.metrics(batch)
     assert len(batch.groups) == 1 and set(logged) <= set(METRICS)
     assert logged['prs_process'] == pytest.approx((3 - 1 + 0 + 5) / 10) and logged['prs_format'] == pytest.approx(.1)
     bleu = [short_bleu(a, Q.answers) for a in ['Boston', 'NYC', 'York', *['Boston'] * 5]]

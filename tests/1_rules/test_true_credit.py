@@ -14,7 +14,7 @@ from credit_rl.methods import METHODS, compose
 from credit_rl.metrics import exact_match
 from credit_rl.models import load_model
 from credit_rl.outcome import outcome_rewards
-from credit_rl.parts import Measured, assign, bind
+from credit_rl.parts import Measured, assign
 from credit_rl.protocol import PROTOCOLS, Chat
 from credit_rl.rollout import continuations, add_message, rollout
 from credit_rl.settings import make_config
@@ -198,7 +198,7 @@ def test_rows_of_true_credit_give_turns_what_they_earned(played, name):
     env, groups = played
     there, _ = index_groups(groups)
     values = continuation_values(by(WEAK), env, groups, 8)[0]
-    method = bind(METHODS[name], {'scale': 'none'})
+    method = METHODS[name].bind({'scale': 'none'})
     batch = assign(method, groups, lambda layout, asks: Measured(state_values=values))
     rates = solver_rates(groups, outcome_rewards(groups, exact_match))
     if name == 'oracle': values = solver_values(groups, 4, rates)
@@ -230,11 +230,11 @@ def listed():
 def test_checked_notes_move_the_outcome_and_add_nothing(listed):
     "A rule that sums over turns sees the outcome alone; one that does not gives another credit."
     options = {'metric': 'parts'}
-    credit = {name: assign(bind(compose(name), options), listed, lambda layout, asks: None).credit.advantages
+    credit = {name: assign(compose(name).bind(options), listed, lambda layout, asks: None).credit.advantages
               for name in ('outcome/group', 'outcome+notes/group', 'outcome/mean', 'outcome+notes/mean')}
     assert credit['outcome/group'].any()
     for rule in ('group', 'mean'): assert_close(credit[f'outcome+notes/{rule}'], credit[f'outcome/{rule}'])
-    own = bind(compose('outcome+notes/accumulate'), options | {'norm': 'per-turn', 'gamma': 0.})
+    own = compose('outcome+notes/accumulate').bind(options | {'norm': 'per-turn', 'gamma': 0.})
     batch = assign(own, listed, lambda layout, asks: None)
     assert not torch.allclose(batch.credit.advantages, credit['outcome/group'], atol=.1)
     assert_close((batch.rewards['turns'].sum(1)), torch.zeros(32), atol=1e-6, rtol=0)

@@ -13,7 +13,7 @@ from credit_rl.judge import Judge
 from credit_rl.layout import pack
 from credit_rl.methods import compose, get_method
 from credit_rl.outcome import outcome_rewards
-from credit_rl.parts import assign, bind, services
+from credit_rl.parts import assign
 from credit_rl.potentials import bridge, shaping_rewards
 from credit_rl.protocol import prompt_hash
 from credit_rl.runlog import METRICS, read_metrics, same_metrics
@@ -391,9 +391,9 @@ def test_an_unparsable_reply_leaves_the_statistics_and_is_counted():
         return f'ratings_by_pair={[[2, 1, 0], [1, 1, 1 + vienna], [2, 2, 2 - vienna]]}'
     g, look = example_group(), lambda layout, asks: None
     with Stub(script) as stub:
-        method = bind(get_method('outcome+judge/calls'), {'judge': stub.judge()})
+        method = get_method('outcome+judge/calls').bind({'judge': stub.judge()})
         batch, without = (assign(method, [Group(g.question, g.trajectories[:n])], look) for n in (3, 2))
-        logged = judges.judge_counts(*services(method))
+        logged = judges.judge_counts(*method.services)
     assert len(stub.requests) == 3 + 1              # one is asked about again; two of five were answered before
     assert batch.rewards['turns'][2].isnan().any() and batch.credit.trajectory_weight.tolist() == [1, 1, 0]
     width = without.layout.ids.shape[1]
@@ -496,17 +496,17 @@ def test_a_judge_is_told_what_a_file_says(tmp_path, spelling, needs):
 
     path.write_text(f'Be strict. {needs}')
     options = {'judge': Listener(), 'judge_prompt': str(path), **({'form': 'long'} if spelling == 'prs' else {})}
-    method = bind(compose(spelling), options)
+    method = compose(spelling).bind(options)
     method.text_rewards([answered()])
     assert asked and all('Be strict.' in str(prompt) for prompt in asked)
     for other in ('{other}', '{Gold}', '{ref2}'):
         path.write_text(f'Be strict. {needs} {other}')
         with pytest.raises(ValueError, match=f'must have the placeholders .*, got .*{other}'):
-            bind(compose(spelling), options)
+            compose(spelling).bind(options)
     path.write_text(rf'Be strict. {needs} Put it into \boxed{{answer}}, as {{"a": 1}}.')          # no placeholders
-    bind(compose(spelling), options)
+    compose(spelling).bind(options)
     with pytest.raises(ValueError, match='cannot be read'):
-        bind(compose(spelling), {**options, 'judge_prompt': str(tmp_path / 'no.txt')})
+        compose(spelling).bind({**options, 'judge_prompt': str(tmp_path / 'no.txt')})
 
 
 def test_a_run_that_asks_a_judge_keeps_the_hash_of_its_words(root, tmp_path):
@@ -570,7 +570,7 @@ def test_a_judges_key_is_sent_and_never_written(root, tmp_path, monkeypatch):
 def test_a_key_among_the_options_is_refused_and_not_repeated(spelling, options, secret):
     judge = {'base_url': 'http://127.0.0.1:9/v1', 'model': 'stub', **secret}
     with pytest.raises(ValueError, match="export JUDGE_KEY=.*'key_from': 'JUDGE_KEY'") as refusal:
-        bind(compose(spelling), {'judge': judge, **options})
+        compose(spelling).bind({'judge': judge, **options})
     assert KEY not in str(refusal.value)
 
 
@@ -579,7 +579,7 @@ def test_a_key_among_the_options_is_refused_and_not_repeated(spelling, options, 
                                          ({'key_from': '/dev/null'}, 'is empty')])
 def test_a_judges_settings_are_checked_at_the_door(judge, said):
     with pytest.raises(ValueError, match=said):
-        bind(compose('outcome+judge/calls'), {'judge': {'base_url': 'http://h/v1', 'model': 'stub', **judge}})
+        compose('outcome+judge/calls').bind({'judge': {'base_url': 'http://h/v1', 'model': 'stub', **judge}})
 
 
 def test_a_server_that_repeats_a_wrong_key_does_not_spread_it():

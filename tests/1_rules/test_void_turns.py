@@ -8,7 +8,7 @@ from torch.testing import assert_close
 from credit_rl.adapters import Arrays, assign_arrays
 from credit_rl.losses import policy_loss
 from credit_rl.methods import compose
-from credit_rl.parts import assign, bind, part_metrics
+from credit_rl.parts import assign
 from credit_rl.trajectory import Group, Result, Stop, example_group
 from credit_rl.void_turns import void_rollouts, void_turns
 
@@ -17,7 +17,7 @@ RIGHT, NEAR, LOST = GROUP.trajectories
 
 
 def credit(name, group):
-    batch = assign(bind(compose(name)), [group], lambda layout, asks: None)
+    batch = assign(compose(name).bind(), [group], lambda layout, asks: None)
     return batch, batch.credit.advantages
 
 
@@ -48,7 +48,7 @@ def test_the_whole_rollout_leaves_and_the_others_keep_their_advantage():
     rows = batch.layout.row_trajectory
     assert not found[rows == 1].any() and plain[rows == 1].any()
     assert_close(found[rows != 1], plain[rows != 1])
-    assert part_metrics(bind(compose('outcome/group/no-void')), batch)['void_rollouts'] == pytest.approx(1 / 3)
+    assert compose('outcome/group/no-void').bind().metrics(batch)['void_rollouts'] == pytest.approx(1 / 3)
 
 
 def test_a_right_answer_after_a_void_turn_leaves_too():

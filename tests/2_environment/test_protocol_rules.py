@@ -19,7 +19,6 @@ from credit_rl.outcome import extract_answer
 from credit_rl import protocol as protocols
 from credit_rl.methods import compose
 from credit_rl.parameters import from_settings
-from credit_rl.parts import bind
 from credit_rl.protocol import (PROTOCOLS, TOOL_PROMPT, WORDS, Chat, byte_tokenizer, last_answer, parse, prompt_hash,
                                 worded)
 from credit_rl.prs import PRS_JUDGE_PROMPT
@@ -450,11 +449,11 @@ def test_the_hash_of_a_judges_words_stands_apart(spelling, reward, tmp_path):
     path, form = tmp_path / 'judge.txt', {'form': 'long'} if spelling == 'prs' else {}
     path.write_text('Be strict. {question} {pairs}' if spelling != 'prs' else 'Be strict.')
     given = {'judge': {'base_url': 'http://localhost:8000/v1', 'model': 'm'}, **form}
-    ours, file = (judge_hashes(bind(compose(spelling), {**given, **more}))
+    ours, file = (judge_hashes(compose(spelling).bind({**given, **more}))
                   for more in ({}, {'judge_prompt': str(path)}))
     assert ours == {reward: prompt_hash(JUDGE_PROMPT if reward == 'judge' else PRS_JUDGE_PROMPT)}
     assert file == {reward: prompt_hash(path.read_text())} != ours
-    assert judge_hashes(bind(compose('prs'), {})) == judge_hashes(bind(compose('outcome/group'), {})) == {}
+    assert judge_hashes(compose('prs').bind({})) == judge_hashes(compose('outcome/group').bind({})) == {}
 
 
 def test_a_run_keeps_its_protocol_and_the_hash_of_its_prompt(root, file, tmp_path):

@@ -566,7 +566,7 @@ def test_a_stop_string_may_take_more_tokens_than_letters(words):
     [
         n
         for n, m in METHODS.items()
-        if m.rule.compares and not m.sees and n not in ('mt-grpo*', 'mt-grpo', 'prs', 'prs+vspo', 'igpo-f1')
+        if m.rule.compares and not m.needs.forwards and n not in ('mt-grpo*', 'mt-grpo', 'prs', 'prs+vspo', 'igpo-f1')
     ],
 )
 @pytest.mark.parametrize(

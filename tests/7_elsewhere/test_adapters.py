@@ -15,7 +15,7 @@ from credit_rl import adapters, dumps
 from credit_rl.adapters import Arrays, assign_arrays, estimator, response_arrays, rewards_of_turns, turns_from_mask
 from credit_rl.layout import pack
 from credit_rl.methods import METHODS, get_method
-from credit_rl.parts import Measured, assign, bind
+from credit_rl.parts import Measured, assign
 from credit_rl.scoring import acting_states
 from credit_rl.trajectory import Group, Result, Stop, example_group
 
@@ -45,7 +45,7 @@ def belief(layout, asks):
 @pytest.fixture(scope='module', params=CREDITED)
 def judged(request):
     "Groups, method, what our own `assign` gave them, and the same rewards as other trainers' tensors."
-    groups, method = toy(), bind(get_method(request.param))
+    groups, method = toy(), get_method(request.param).bind()
     batch = assign(method, groups, belief, torch.Generator().manual_seed(0))
     n, k = pack(groups).turn_mask.shape
     outcome, turns = torch.zeros(n), torch.zeros(n, k)
@@ -224,7 +224,7 @@ def test_arrays_of_a_rollout_in_several_rows_get_our_advantages():
     layout = pack([group])
     for name in ('tspo', 'carl', 'ppo', 'turn-ppo', 'gigpo'):
         values = torch.rand(layout.ids.shape, generator=torch.Generator().manual_seed(2))
-        ours = assign(bind(get_method(name)), [group], lambda layout, asks: Measured(values=values))
+        ours = assign(get_method(name).bind(), [group], lambda layout, asks: Measured(values=values))
         arrays = Arrays(layout.trained, ['q'] * 3, ours.rewards['outcome'], ours.rewards['turns'],
                         layout.row_trajectory, values, layout.ids)
         found = assign_arrays(name, arrays)
@@ -678,8 +678,8 @@ def test_trl_refuses_what_it_cannot_serve(trl, tmp_path):
         trl.trl_rollouts([Group(edited.question, [edited])])
     class Base:
         def __init__(self, **settings): self.args = SimpleNamespace(loss_type='grpo', temperature=1.)
-    credit = trl.TurnCredit(bind(get_method('tspo')), None)
-    cold = trl.TurnCredit(bind(get_method('tspo')), None, trl.SamplingParams(.5))
+    credit = trl.TurnCredit(get_method('tspo').bind(), None)
+    cold = trl.TurnCredit(get_method('tspo').bind(), None, trl.SamplingParams(.5))
     with pytest.raises(ValueError, match='temperature 0.5 .* scored at 1.0'):
         type('T', (trl.CreditMixin, Base), {})(credit=cold)
     with pytest.raises(ValueError, match="must be 'dapo'"): type('T', (trl.CreditMixin, Base), {})(credit=credit)
@@ -688,7 +688,7 @@ def test_trl_refuses_what_it_cannot_serve(trl, tmp_path):
 
 
 def test_a_missing_outcome_is_none_to_trl(trl):
-    credit = trl.TurnCredit(bind(get_method('tspo')), None)
+    credit = trl.TurnCredit(get_method('tspo').bind(), None)
     credit.rewards, credit.first = {'outcome': torch.tensor([1., torch.nan, 0.])}, 1
     assert credit.outcome(['a', 'b']) == [None, 0.]
 
@@ -713,6 +713,28 @@ def test_what_a_trainer_did_with_turn_rewards_is_said(made, words):
     said, table = adapters.explain_advantages(PAID, made())
     for word in words: assert word in said, said
     assert table.earned.tolist() == [0., 0., 1., 0., .5, 0., 0., 0.] and table.tokens.sum() == 10
+
+
+def test_turn_ids_part_turns_that_a_mask_joins():
+    "Two turns side by side, the second with a hole: as if a token of the environment stood between."
+    apart = Arrays([[1, 1, 0, 1, 1], [1, 1, 0, 1, 1]], ['q', 'q'], [0., 0.], [[1., 0.], [0., .5]])
+    joined = replace(apart, mask=[[1, 1, 1, 0, 1], [1, 1, 1, 0, 1]], turn_ids=[[4, 4, 9, 9, 9]] * 2)
+    ours, wanted = (assign_arrays('igpo', x).advantages for x in (joined, apart))
+    torch.testing.assert_close(ours[:, [0, 1, 2, 4]], wanted[:, [0, 1, 3, 4]])
+    said, table = adapters.explain_advantages(joined, ours)
+    assert 'igpo on what each turn earned' in said and table.turn.tolist() == [0, 1, 0, 1]
+    assert table.tokens.tolist() == [2] * 4 and table.earned.tolist() == [1., 0., 0., .5]
+    with pytest.raises(ValueError, match='turn_ids'): replace(joined, turn_ids=[[1, 1]])
+    with pytest.raises(ValueError, match='earlier'): replace(joined, turn_ids=[[1, 2, 1, 1, 1]] * 2).token_turns
+
+
+def test_a_batch_with_turn_ids_in_a_file_is_explained(tmp_path, capsys):
+    rows = [{'response_mask': [1, 1, 1], 'turn_ids': [3, 3, 5], 'uid': 'q', 'advantages': [a, a, b],
+             'token_level_rewards': [0., r, end]} for r, end, a, b in ((1., 0., 1., 0.), (0., 0., -1., 0.))]
+    (tmp_path / 'batch.jsonl').write_text('\n'.join(map(json.dumps, rows)))
+    adapters.main([str(tmp_path / 'batch.jsonl')])
+    said = capsys.readouterr().out
+    assert 'what each turn earned' in said and len(said.split('\n')) == 1 + 1 + 4 + 1, said
 
 
 def test_a_batch_in_a_file_is_explained(tmp_path, capsys):

@@ -11,7 +11,7 @@ from torch.testing import assert_close
 from credit_rl.learner import Learner, Optimiser
 from credit_rl.methods import get_method
 from credit_rl.models import load_model
-from credit_rl.parts import assign, bind
+from credit_rl.parts import assign
 from credit_rl.protocol import Chat, PROTOCOLS
 from credit_rl.rollout import Environment
 from credit_rl.tiny import tiny_environment
@@ -74,7 +74,7 @@ def trained(root, folder, method, **more):
 def played(root, tmp_path_factory):
     import os
     os.environ['TRL_EXPERIMENTAL_SILENCE'] = '1'
-    method = bind(get_method('outcome+folr/turns'), {})
+    method = get_method('outcome+folr/turns').bind({})
     return trained(root, tmp_path_factory.mktemp('trl'), method)
 
 
@@ -153,7 +153,7 @@ def test_trls_step_is_our_learners_step_on_what_trl_played(root, played):
 
 def test_turns_that_do_not_fit_are_refused(root, tmp_path):
     with pytest.raises(ValueError, match='set max_tool_calling_iterations=3, got 5'):
-        trained(root, tmp_path, bind(get_method('tspo')), max_tool_calling_iterations=5)
+        trained(root, tmp_path, get_method('tspo').bind(), max_tool_calling_iterations=5)
 
 
 # ---- the environment, and what is read of a rollout ----

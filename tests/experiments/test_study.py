@@ -12,7 +12,7 @@ from scipy import stats
 from credit_rl.compare import dev_area, plan_jobs
 from credit_rl.engine import ScriptedEngine
 from credit_rl.methods import get_method
-from credit_rl.parts import Facts, bind
+from credit_rl.parts import Facts
 from credit_rl.protocol import PROTOCOLS, Chat
 from credit_rl.studies.regimes import regime_environment
 from credit_rl.rollout import rollout
@@ -152,7 +152,7 @@ def test_the_study_again_gives_all_rules_one_outcome_but_prs():
         groups = rollout(engine, regime_environment(regime, world, chat), world.questions, 4, seed=1)
         def earned(job, options):
             method = get_method(job.settings.get('method', job.method))
-            return bind(method, options, Facts(metric=regime.metric)).text_rewards(groups)['outcome']
+            return method.bind(options, Facts(metric=regime.metric)).text_rewards(groups)['outcome']
         first, *jobs = plan_jobs(['grpo', *rules], [611], params, 'nowhere', [name])
         outcome = earned(first, {})
         assert 0 < outcome.mean() < 1

@@ -59,8 +59,8 @@ def step_of(name, groups, chat, device, dtype):
     learner = Learner(policy, dataclasses.replace(method.loss, kl=.1, entropy=.01),
                       Optimiser(.02, .01, minibatches=2, row_tokens=400), critic,
                       FrozenModels(other, teacher_every=0), backend=PlainSGD())
-    golds = {who: gold_templates(chat, groups, schema) for who, schema in method.asks(groups).schemas.items()}
-    sees = ('logp', 'entropy', 'ref_logp', *method.sees)
+    golds = {who: gold_templates(chat, groups, asked.schema) for who, asked in method.needs.golds.items()}
+    sees = ('logp', 'entropy', 'ref_logp', *method.needs.forwards)
     batch = assign(method, groups, lambda layout, asks: learner.evaluate(layout, sees, golds),
                    torch.Generator().manual_seed(0))
     log = learner.step(batch.layout, batch.seen, batch.credit)

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import numpy as np
@@ -24,7 +25,7 @@ from credit_rl.readers import Passage
 from credit_rl.retrieval import BM25, Retriever
 from credit_rl.search_service import (Patience, SearchCache, SearchClient, SearchError, SearchLost, SearchServer, build,
                                       is_kept_searches, open_retriever, read_corpus, search_app)
-from credit_rl.settings import Task, group_of, make_config, settings_of
+from credit_rl.settings import make_config
 from credit_rl.setup import real_search
 from credit_rl.tools import PythonTool, SearchTool
 from credit_rl.train import MAY_CHANGE
@@ -245,7 +246,7 @@ def test_a_run_says_how_long_a_server_is_waited_for(canned, monkeypatch):
     monkeypatch.setattr(search_service.time, 'sleep', pauses.append)
     down, up = [(503, b'starting')] * 5, (200, b'{"result": [[]]}')
     url, asked = canned(*down, up)
-    task = group_of(Task, make_config({'data': 'nq', 'corpus': url, 'patience': {'tries': 6, 'pause': 10}}))
+    task = make_config({'data': 'nq', 'corpus': url, 'patience': {'tries': 6, 'pause': 10}})
     assert (client := real_search(task, 'tspo')).tries == 6 and len(asked) == 6 and pauses == [10, 20, 40, 80, 160]
     assert (client.seconds, client.batch) == (30, 1024)
     url, asked = canned(*down, up)
@@ -255,7 +256,7 @@ def test_a_run_says_how_long_a_server_is_waited_for(canned, monkeypatch):
     with pytest.raises(ConnectionError, match='answered 503'): open_search('nq', corpus=url)
     assert len(asked) == 3
     with pytest.raises(ValueError, match="patience has no option 'trys'; did you mean 'tries'"):
-        settings_of(make_config({'patience': {'trys': 6}}))
+        make_config({'patience': {'trys': 6}})
     assert 'patience' in MAY_CHANGE and 'dense' not in MAY_CHANGE           # a run that lost its server is gone on with
 
 
@@ -651,3 +652,29 @@ def test_an_index_is_made_of_rows_as_they_come(tmp_path, capsys):
     assert 'rows.jsonl, line 2' in refused(rows, tmp_path / 'other')
     assert 'no file' in refused(tmp_path / 'none.jsonl', tmp_path / 'other')
     assert {p.name for p in tmp_path.iterdir()} == {'rows.jsonl', 'index'}
+
+
+class Slow:
+    "Counts its searches, which take a while; one query breaks it."
+    def __init__(self): self.sizes = []
+
+    def search(self, queries, k):
+        self.sizes.append(len(queries))
+        time.sleep(.05)
+        if 'broken' in queries: raise RuntimeError('the index is on fire')
+        return [[Passage(q, q, f'about {q}', float(k))] for q in queries]
+
+
+def test_what_waits_is_one_search_and_a_request_that_fails_fails_alone():
+    "Forty clients at a time, of two numbers of passages; each gets its own answer."
+    index, asked = Slow(), [(f'q{i}' if i != 7 else 'broken', 1 + i % 2) for i in range(40)]
+    with SearchServer(index) as server, ThreadPoolExecutor(40) as pool:
+        client = SearchClient(server.url, tries=1)
+        def ask(question):
+            try: return client.search([question[0]], question[1])[0][0]
+            except SearchError as e: return str(e)
+        found = list(pool.map(ask, asked))
+    assert 'on fire' in found[7]
+    assert all((p.id, p.score) == (q, k) for i, (p, (q, k)) in enumerate(zip(found, asked)) if i != 7)
+    alone = 20                                       # requests of the batch that broke are searched one by one
+    assert len(index.sizes) <= alone + 10 and max(index.sizes) >= 5

@@ -23,7 +23,6 @@ from credit_rl.methods import get_method
 from credit_rl.models import load_tokenizer
 from credit_rl.options import options_in
 from credit_rl.parameters import from_settings
-from credit_rl.parts import bind
 from credit_rl.protocol import PROTOCOLS, Chat, byte_tokenizer
 from credit_rl.prs import parse_grounded, prs_long
 from credit_rl.readers import RowError
@@ -364,11 +363,11 @@ def test_the_judged_outcome_by_hand():
     tries = [tried(said) for said in ('Because.', 'Nobody knows.', None, 'Odd.')]
     method = get_method('judged/group')
     with Stub(lambda prompt, attempt: 'what?' if 'Odd.' in prompt else knows(prompt, attempt)) as stub:
-        bound = bind(method, {'judge': judge_of(stub)})
+        bound = method.bind({'judge': judge_of(stub)})
         rewards = bound.text_rewards([Group(question, tries)])
         assert len(stub.requests) == 4       # three, and once more what could not be read
     assert rewards['outcome'][:3].tolist() == [1, 0, 0] and rewards['outcome'][3].isnan()
-    with pytest.raises(ValueError, match='judged asks a judge'): bind(method, {})
+    with pytest.raises(ValueError, match='judged asks a judge'): method.bind({})
 
 
 def test_a_policy_is_fine_tuned_on_what_another_model_did_and_a_judge_passed(chatty, tmp_path):

@@ -28,7 +28,7 @@ from credit_rl.options import options_in
 from credit_rl.studies.papers import ENTRIES
 from credit_rl.layout import pack
 from credit_rl.learner import Learner, Optimiser, make_critic, saved_policy
-from credit_rl.parts import Credit, Measured, bind
+from credit_rl.parts import Credit, Measured
 from credit_rl.methods import get_method
 from credit_rl.parameters import from_settings
 from credit_rl.models import load_model
@@ -38,7 +38,7 @@ from credit_rl.retrieval import BM25
 from credit_rl.tiny import tiny_model, tiny_tokenizer
 from credit_rl.runlog import latest_checkpoint, read_json, read_metrics, read_turns
 from credit_rl.scoring import Schema, read_schema
-from credit_rl.settings import check, make_config, scored_schemas, settings_of
+from credit_rl.settings import check, make_config, scored_schemas
 from credit_rl.setup import plan_of
 from credit_rl.train import train
 from credit_rl.trajectory import example_group
@@ -244,7 +244,7 @@ def test_rules_that_are_asked_when_to_ask_differ_in_their_credit_alone(root, mon
             (job,) = plan_jobs([warm], [711], params, 'runs/asking_warm', [world])
             warming = make_warming({**job.settings, 'seed': 711})
             assert (warming.method, warming.world, str(job.folder)) == (method, config.world, config.critic_from)
-        if method == 'ppo': assert bind(get_method('ppo'), config.options).options['whiten']
+        if method == 'ppo': assert get_method('ppo').bind(config.options).options['whiten']
     asked = asking_settings(params, [711, 712], None)
     assert [Path(a['run']).parts[-2:] for a in asked] == [(w, s) for w in doses for s in ('711', '712')]
     assert all(make_config(a).world['twins'] for a in asked)
@@ -306,7 +306,7 @@ def test_a_baseline_has_the_loss_of_its_own_row(name):
     whole rollouts, and the others average over the tokens of a mini-batch."""
     config = make_config(settings(name))
     method = get_method(OTHERS[name])
-    assert settings_of(config).learning.loss_of(method) == replace(method.loss, kl=.001, entropy=0.)
+    assert config.loss_of(method) == replace(method.loss, kl=.001, entropy=0.)
     narrow = OTHERS[name] == 'gspo'
     assert (method.loss.clip_low < .001) == narrow == (method.loss.average != 'token-mean')
 
@@ -315,11 +315,11 @@ def test_a_baseline_has_the_loss_of_its_own_row(name):
 def test_golds_are_scored_in_the_papers_words(name):
     "IGPO's sentence and TIPS's answer form, whether the file names them or leaves them to its protocol."
     config = make_config(settings(name))
-    method = bind(get_method(config.method), config.options)
+    method = get_method(config.method).bind(config.options)
     scored = [read_schema(schema, PROTOCOLS[config.protocol]) for schema in scored_schemas(method, ['belief'])]
     own = Schema('{open}') if name.startswith('tips') else Schema(
         "<think>Now there's enough information to answer</think><{tag}>", '</{tag}>')
-    assert {*scored} == {own} and len(scored_schemas(method, [])) == ('gold' in method.sees or 'teacher' in method.sees)
+    assert {*scored} == {own} and len(scored_schemas(method, [])) == len(method.needs.golds)
 
 
 @pytest.mark.parametrize('name', FILES)
@@ -334,7 +334,7 @@ def test_the_head_has_the_command_that_starts_it(name):
 @pytest.mark.parametrize('name', FILES)
 def test_vllm_acts_asleep_while_the_rank_learns(name):
     config = make_config(settings(name))
-    assert config.engine == 'vllm' and plan_of(settings_of(config)).copies and plan_of(settings_of(config)).sleeps
+    assert config.engine == 'vllm' and plan_of(config).copies and plan_of(config).sleeps
     if not torch.cuda.is_available():
         with pytest.raises(ValueError, match='vLLM frees memory on CUDA'): check(config)
 
@@ -346,7 +346,7 @@ def test_a_dry_run_weighs_vllm_against_the_learner(tmp_path, monkeypatch):
     config = make_config(
         dict(run=str(tmp_path / 'run'), engine='vllm', vllm={'arguments': {'gpu_memory_utilization': .8}}))
     needs = dict.fromkeys(('weights', 'gradients', 'optimiser'), 1e6) | {'rank': 5e6, 'checkpoint': 1}
-    lacking = lambda config: missing_room(tmp_path, config.keep, settings_of(config).host, needs)
+    lacking = lambda config: missing_room(tmp_path, config.keep, config, needs)
     assert [w.partition(':')[0] for w in lacking(config)] == [
         "GPU 0 has 0.0 GB, of which vLLM takes 0.0 GB, but 0.0 GB are the learner's"]
     assert lacking(replace(config, vllm={'arguments': {'gpu_memory_utilization': .6}})) == []
@@ -392,7 +392,7 @@ def unsaid(text, host=True):
 def test_models_that_are_only_read_are_counted(changes, frozen, aside):
     """A reference that the policy has under its low-rank additions is no second model; one in the host's memory only
     visits; a frozen critic's backbone is one more."""
-    plan = plan_of(settings_of(make_config({'method': 'grpo', 'model': 'data/tiny_base', **changes})))
+    plan = plan_of(make_config({'method': 'grpo', 'model': 'data/tiny_base', **changes}))
     assert (plan.frozen, plan.aside) == (frozen, aside)
 
 
@@ -489,7 +489,7 @@ def test_the_job_of_the_page_on_gpus_is_priced_by_its_dry_run(sizes):
     "The page's figures are the dry run's: a rank's memory, a checkpoint."
     file, page = ROOT / 'runs/params/search_r1_grpo_qwen3_1.7b.yaml', (ROOT / 'nbs/on_gpus.md').read_text()
     config = make_config(yaml.safe_load(file.read_text()))
-    needs = memory(sizes[config.model], plan_of(settings_of(config)))
+    needs = memory(sizes[config.model], plan_of(config))
     assert f"learns in {needs['rank'] / 1e9:.0f} GB" in page
     assert f"a checkpoint is {needs['checkpoint'] / 1e9:.0f} GB" in page
 
@@ -497,7 +497,7 @@ def test_the_job_of_the_page_on_gpus_is_priced_by_its_dry_run(sizes):
 @pytest.mark.parametrize('name', FILES)
 def test_a_setting_fits_its_papers_host(name, sizes):
     config = make_config(settings(name))
-    needs = memory(sizes[config.model], plan_of(settings_of(config)))
+    needs = memory(sizes[config.model], plan_of(config))
     assert needs['rank'] < .9 * next(size for start, size in GPU.items() if name.startswith(start)), {
         k: f'{v / 1e9:.1f} GB' for k, v in needs.items()
     }
@@ -576,7 +576,7 @@ def check_ran(told, changes):
     assert 0 < len(chose) <= 10 and {key.partition(':')[0] for key in chose} == set(told['data'].split('+'))
     steps = table[1:]
     asked = ['grad_norm', 'reward', 'calls', 'answer_rate', *['value_loss', 'critic_grad_norm'] * bool(method.critic),
-             *['mean_abs_shaping', 'alpha'] * ('teacher' in method.sees)]
+             *['mean_abs_shaping', 'alpha'] * bool(method.needs.teacher)]
     assert (steps[asked].max() > 0).all() and steps[['loss', 'kl']].notna().all(axis=None)
     before, after = load_model(params['model'])[0].state_dict(), saved_policy(latest_checkpoint(run)[1])
     assert any(not torch.equal(before[name], w) for name, w in after.items() if name in before)

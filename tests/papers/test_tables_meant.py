@@ -8,7 +8,7 @@ import pytest
 
 from credit_rl.methods import get_method
 from credit_rl.studies.papers import ENTRIES, count_states, find_entry
-from credit_rl.parts import assign, bind
+from credit_rl.parts import assign
 from credit_rl.runlog import RunLog
 from credit_rl.step_metrics import credit_metrics
 from credit_rl.studies.tables import draw_entry, score_table, setting_gaps
@@ -219,7 +219,7 @@ def test_groups_without_advantage_are_counted():
     "PRS figure 4 and IGPO figure 1: a task counts where none of its rollouts has an advantage."
     first = example_group()
     lost = Group(first.question, [first.trajectories[2]] * 3)
-    method = bind(get_method('grpo'), {})
+    method = get_method('grpo').bind({})
     found = credit_metrics(method, assign(method, [first, lost], look=lambda layout, asks: None))
     assert found['zero_groups'] == .5 and found['zero_advantage'] == .5
 

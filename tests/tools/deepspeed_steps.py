@@ -14,7 +14,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from credit_rl.engine import ScriptedEngine
 from credit_rl.layout import pack, take
 from credit_rl.learner import BadStep, FrozenModels, Learner, Optimiser, PlainBackend, make_critic, saved_policy
-from credit_rl.parts import Loss, assign, bind
+from credit_rl.parts import Loss, assign
 from credit_rl.methods import METHODS
 from credit_rl.protocol import PROTOCOLS, Chat
 from credit_rl.rollout import rollout
@@ -77,7 +77,7 @@ def grpo():
 
 def tspo(**changes):
     "Unequal groups and rows, some micro-batches, warm-up, KL, entropy, a weight per trajectory, and tied embeddings."
-    tokenizer, method = tiny_tokenizer(), bind(METHODS['tspo'], {'strategy': 'all'})
+    tokenizer, method = tiny_tokenizer(), METHODS['tspo'].bind({'strategy': 'all'})
     batch = assign(method, played(tokenizer), look=lambda layout, asks: None)
     layout = batch.layout
     credit = dataclasses.replace(batch.credit, trajectory_weight=torch.linspace(.5, 1.5, len(layout.groups)))
@@ -146,8 +146,8 @@ def learn(backend, name, folder=None, rates=ADAM, offload=(), start=None, **how)
     that the two have steps of their own to count."""
     untied, tokenizer, method = name == UNTIED, tiny_tokenizer(), METHODS[name.split(',')[0]]
     groups, chat = method_batch(), Chat(PROTOCOLS['tiny'], tokenizer)
-    golds = {n: gold_templates(chat, groups, schema) for n, schema in method.asks(groups).schemas.items()}
-    sees, longest = ('logp', *method.sees), pack(groups).ids.shape[1]
+    golds = {n: gold_templates(chat, groups, g.schema) for n, g in method.needs.golds.items()}
+    sees, longest = ('logp', *method.needs.forwards), pack(groups).ids.shape[1]
 
     def fresh():
         policy = model(0, len(tokenizer), not untied)
