@@ -77,10 +77,10 @@ def main(arguments=None):  # list of str; None: the command line's
     "`python -m credit_rl.export RUN FOLDER`; `--checkpoint newest` or `--checkpoint 120` takes another than the best."
     parser = make_parser('credit_rl.export', 'Write what a training run made as a Hugging Face folder.')
     parser.add_argument('run', help='folder of the run')
-    parser.add_argument('folder', help='of the model; new or empty')
+    parser.add_argument('folder', nargs='?', help='of the model; new or empty; without it RUN/model')
     parser.add_argument('--checkpoint', default='best', help="'best' by the dev questions, 'newest', or a step")
     given = parser.parse_args(arguments)
-    try: print(export_run(given.run, given.folder, given.checkpoint))
+    try: print(export_run(given.run, given.folder or Path(given.run)/'model', given.checkpoint))
     except (OSError, ValueError, ImportError) as e: sys.exit(f'credit_rl.export: {error_line(e)}')
     except KeyboardInterrupt: parser.exit(130, 'credit_rl.export: interrupted; the same command begins anew\n')
 

@@ -15,6 +15,7 @@ from .environment import asked_protocol
 from .layout import turn_means
 from .methods import get_method
 from .models import load_tokenizer
+from .outcome import Earned
 from .parts import Facts, Measured, assign, first_tokens
 from .protocol import worded
 from .runlog import read_params, read_turns
@@ -230,6 +231,8 @@ def recorded_credit(
         same = list(same)
         try:
             _refuse_judge(method)
+            if not isinstance(method.metric, Earned) and not all(a.group.question.answers for a in same):
+                raise NotKept('needs accepted answers, and these questions have none')
             _refuse_critic(method, settings)
             found += _step_credit(same, method, look, seed)
         except ValueError as e: found += [str(e)] * len(same)      # a rule says what it lacks, and that is the result

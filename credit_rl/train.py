@@ -31,17 +31,17 @@ from .parts import Golds, Measured, Needs, assign, every_turn, start_values, to_
 from .world import get_regime
 from .protocol import prompt_hash
 from .rollout import continuations, rollout
-from .runlog import (RunLog, BoundedGzip, lasting, latest_checkpoint, code_hashes, named_checkpoint,
-                              read_json, read_params, save_checkpoint)
+from .runlog import (RunLog, BoundedGzip, lasting, latest_checkpoint, code_hashes,
+                              metrics_by_step, named_checkpoint, read_json, read_params, save_checkpoint)
 from .scoring import GOLDS_OPTION, answer_header, gold_templates, gold_texts, retell, teacher_chat
 from .search_service import SearchClient
 from .settings import Config, check, make_config, schema_notes, scored_schemas
 from .setup import (Setup, add_lora, bound_method, draw_questions, examine, forecast, foretell, hand_over, make_engine,
                              make_learner, make_setup, origin_of, real_questions, real_search)
-from .step_metrics import (base_lines, base_report, collapsed, credit_metrics, credited_tokens,
-                                    describe_rollouts, dev_metrics, final_lines, is_kept, is_shown, kl_from_base,
-                                    known_tiers, log_lines, mean_drift, over_line, reencoding_drift, right_marks,
-                                    rollout_rows, score_groups, step_line, taught_tiers)
+from .step_metrics import (IDLE, base_lines, base_report, collapsed, credit_metrics, credited_tokens,
+                                    describe_rollouts, dev_metrics, final_lines, idle_line, is_kept, is_shown,
+                                    kl_from_base, known_tiers, log_lines, mean_drift, over_line, reencoding_drift,
+                                    right_marks, rollout_rows, score_groups, step_line, taught_tiers)
 from .trajectory import Group, group_from_json, to_json
 from .true_credit import distinct_states, score_continuations, state_values
 from .vllm_engine import EngineLost, logp_gap, sampler_weights
@@ -743,6 +743,10 @@ def _foretold(run, pace):
     parts = ', '.join(f'{part} {took:.3g}' for part, took in seconds.items() if took)
     return f'a step takes {pace:.3g} s; foretold were {sum(seconds.values()):.3g} s ({parts})'
 
+def _rows_of(folder):
+    "The metrics of the steps that a run has taken: list of dict."
+    return [row for step, row in metrics_by_step(folder).items() if step]
+
 def _steps(run, first, asked):
     """Take the steps from `first` on, until the run is over or has collapsed, or was `asked` to end: the signal's
     number then, 0 otherwise."""
@@ -755,6 +759,8 @@ def _steps(run, first, asked):
         run.memory['collapsed'] = collapsed(run.memory['rates'], c.collapse)
         dev = _evaluate_dev(run, step, metrics) if due else None
         if not due: run.log.metrics(step, **metrics)
+        run.memory['idle'] = run.memory.get('idle', 0) + 1 if metrics['trained_tokens'] == 0 else 0
+        if run.memory['idle'] == IDLE: run.say(run.ranks.once(lambda: idle_line(_rows_of(run.log.folder))))
         if (step == first or due) and (line := belief_warning(metrics)): run.say(line)
         pace = (time.monotonic() - since) / (step - first + 1)
         if due or is_shown(step, first):
@@ -789,6 +795,8 @@ def _finish(run):
     hops = dict(Counter(str(g.question.meta['hops']) for g in groups if 'hops' in g.question.meta))
     sets = dict(Counter(g.question.source for g in groups))
     judged = judge_hashes(run.method)
+    rows = run.ranks.once(lambda: _rows_of(run.log.folder))
+    idle = idle_line(rows) if all(row.get('trained_tokens') == 0 for row in rows) else None
     summary = {
         'method': c.method, 'options': c.options, 'seed': c.seed, 'steps': c.steps, 'best_step': step,
         'protocol': run.setup.chat.protocol.name, 'prompt_hash': prompt_hash(run.setup.chat.protocol),
@@ -799,6 +807,7 @@ def _finish(run):
         'base': base, 'final': final, 'ceiling': top,
         **{name: run.memory[name] for name in ('base_sampled', 'base_right') if name in run.memory},
         'final_right': right_marks(groups),
+        **({'nothing_learned': idle} if idle else {}),
         'collapsed': run.memory.get('collapsed', False), 'code': code_hashes('train'), 'seconds': run.log.elapsed}
     run.log.summary(summary)
     for line in final_lines(summary): run.say(line)

@@ -780,6 +780,26 @@ def test_a_collapsed_answer_rate_stops_the_run(monkeypatch, tmp_path):
     assert train({**settings, 'resume': True}) == tmp_path / 'run'
 
 
+def test_a_run_that_learns_nothing_says_so(monkeypatch, tmp_path):
+    "A model that babbles from the start: one loud line after five steps, with its cause, and the last line says it again."
+    monkeypatch.setattr(torch.cuda, 'is_available', lambda: False)
+    step = training.train_step
+
+    def wiped(run, number, *rest):
+        with torch.no_grad():
+            for p in run.setup.model.parameters(): p.zero_()
+        return step(run, number, *rest)
+    monkeypatch.setattr(training, 'train_step', wiped)
+    lines = []
+    settings = {**SHORT, 'run': str(tmp_path / 'run'), 'steps': 7, 'eval_every': 7, 'questions_per_step': 2, 'group_size': 2,
+                'log_kl': False}
+    train(settings, say=lines.append)
+    (loud,) = [line for line in lines if line.startswith('NOTHING IS LEARNED')]
+    assert 'no step of 5' in loud and 'answer_rate 0.00' in loud and 'credit-rl demos' in loud
+    assert lines[-1].startswith('nothing was learned') and 'no step of 7' in lines[-1]
+    assert results(tmp_path / 'run')['nothing_learned'] in lines[-1]
+
+
 # ---- what is recorded ----
 
 ALL = {**SHORT, 'kl': None, 'steps': 2, 'log_rollouts': 99, 'track': '', 'log_kl': False}

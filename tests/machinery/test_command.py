@@ -93,7 +93,7 @@ def test_an_unknown_verb_names_the_nearest():
 
 def test_a_verb_whose_package_is_missing_names_the_extra(monkeypatch):
     def missing(arguments): raise ModuleNotFoundError("No module named 'faiss'", name='faiss')
-    monkeypatch.setattr('credit_rl.view.main', missing)
+    monkeypatch.setattr('credit_rl.dumps.view_main', missing)
     with pytest.raises(SystemExit, match=r'credit-rl view: .*credit_rl\[dense\]'): main(['view', 'runs/x'])
 
 
@@ -228,3 +228,10 @@ def test_an_interrupt_ends_in_a_line(module, function, words, tmp_path, monkeypa
     monkeypatch.setattr(importlib.import_module(f'credit_rl.{module}'), function, interrupted)
     with pytest.raises(SystemExit) as ended: main([word.replace('OUT', str(tmp_path / 'out')) for word in words])
     assert ended.value.code == 130 and 'interrupted; the same command begins anew' in capsys.readouterr().err
+
+
+def test_a_model_is_exported_into_its_run_unless_a_folder_is_named(monkeypatch, capsys):
+    monkeypatch.setattr('credit_rl.export.export_run', lambda run, folder, checkpoint: folder)
+    main(['export', 'runs/x'])
+    main(['export', 'runs/x', 'models/y'])
+    assert capsys.readouterr().out == f'{Path("runs/x/model")}\nmodels/y\n'
