@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from torch.nn.functional import pad
 from ..engine import seed_of
-from ..folr import first_turns, near_miss_statistics
+from ..tspo import first_turns, near_miss_statistics
 from .games import (Moves, action_chances, asking, base_right, chain, draw_moves, earned_before,
                                      game_values, group_moves, many_parts, near_miss, play_on, silent, staged,
                                      visit_chances)

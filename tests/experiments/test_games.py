@@ -72,7 +72,7 @@ def test_bases_are_as_right_as_asked():
 
 def test_near_misses_are_seen_by_folr():
     "`found` of the base's rollouts are shown the gold, as first_turns sees it."
-    from credit_rl.folr import first_turns
+    from credit_rl.tspo import first_turns
     game, generator = near_miss(.025, .5), torch.Generator().manual_seed(1)
     pi = action_chances(game, game.base[None])
     moves = draw_moves(game, pi, torch.arange(64)[None], 32, generator)
