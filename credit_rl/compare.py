@@ -199,15 +199,17 @@ def curves(
     ax,            # matplotlib axes
     table,         # DataFrame with method, x and y: a row for each seed and place
     colours,       # dict: method → colour
-    band='range',  # of the seeds, from the lowest to the highest; 'error': the standard error of their mean; None: none
-    mark='',       # of points
+    band='range',  # from the lowest seed to the highest; 'error': the standard error of the mean; 'points': no band, but
+                   # each seed; None: neither
+    mark='',       # of the means
 ):
     "Draw a line for each method, the mean of y over its seeds, with a band."
     for name, own in table.groupby('method', sort=False):
         y = own.groupby('x').y.agg(['mean', 'min', 'max', 'sem'])
+        if band == 'points': ax.plot(own.x, own.y, '.', color=colours[name], alpha=.45)
         ax.plot(y.index, y['mean'], mark + '-', ms=3, color=colours[name], label=name, lw=1.4)
         low, high = (y['mean'] - y['sem'], y['mean'] + y['sem']) if band == 'error' else (y['min'], y['max'])
-        if band: ax.fill_between(y.index, low, high, color=colours[name], alpha=.15, lw=0)
+        if band in ('range', 'error'): ax.fill_between(y.index, low, high, color=colours[name], alpha=.15, lw=0)
 
 def _ceiling(runs, metric, ax):
     "The perfect player's dashed line, under the development questions' exact match."

@@ -6,11 +6,11 @@
 __all__ = ['Job', 'status_table', 'last_words', 'run_jobs']
 
 # %% ../nbs/machinery/73_jobs.ipynb #j002
-import os, re, signal, subprocess, threading, time
-from contextlib import contextmanager
+import os, re, subprocess, threading
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
-from .runlog import has_metrics, is_stored, read_metrics, read_params
+from .runlog import FolderInUse, check_free, has_metrics, is_stored, read_metrics, read_params
 
 # %% ../nbs/machinery/73_jobs.ipynb #j005
 @dataclass(frozen=True)
@@ -47,37 +47,20 @@ def status_table(jobs,        # list of Job
     return '\n'.join('  '.join(cell.ljust(w) for cell, w in zip(line, widths)).rstrip() for line in lines)
 
 # %% ../nbs/machinery/73_jobs.ipynb #j009
-def _locked(folder):
-    "Open and lock a run folder's `.lock`; None if a process still holds it."
-    import fcntl
-    folder.mkdir(parents=True, exist_ok=True)
-    file = open(folder/'.lock', 'a')
-    try: fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        file.close()
-        return None
-    return file
+def _is_written(folder):
+    "Whether a run's own process holds its folder."
+    try: check_free(folder)
+    except FolderInUse: return True
+    return False
 
-def _start_job(job, command, threads=1):  # list of str: the program and its arguments; OMP_NUM_THREADS
-    "Start a job's process, its output going to `log.txt`: Popen, or None if another process is at it."
-    lock = _locked(job.folder)
-    if lock is None: return None
+def _start(job, command, threads):
+    "Start a job's process, its output going to `log.txt`: Popen."
+    job.folder.mkdir(parents=True, exist_ok=True)
     if (job.folder/'log.txt').is_symlink(): (job.folder/'log.txt').unlink()    # it would lead elsewhere
     environment = {'OMP_WAIT_POLICY': 'passive', **os.environ, 'OMP_NUM_THREADS': str(threads)}
-    with lock, open(job.folder/'log.txt', 'wb') as log:
+    with open(job.folder/'log.txt', 'wb') as log:
         return subprocess.Popen([str(word) for word in command], stdin=subprocess.DEVNULL, stdout=log,
-                                stderr=subprocess.STDOUT, pass_fds=[lock.fileno()], env=environment)
-
-# %% ../nbs/machinery/73_jobs.ipynb #j010
-def _stop_jobs(processes):  # iterable of Popen
-    """End processes that are still running: politely, so that papermill saves the notebook and ends its kernel, then
-    not."""
-    processes = list(processes)
-    for p in processes: p.terminate()
-    deadline = time.monotonic() + 10
-    for p in processes:
-        try: p.wait(max(0, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired: p.kill()
+                                stderr=subprocess.STDOUT, env=environment)
 
 # %% ../nbs/machinery/73_jobs.ipynb #j014
 def last_words(folder):  # that holds a log.txt
@@ -86,56 +69,6 @@ def last_words(folder):  # that holds a log.txt
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     errors = [line for line in lines if re.match(r'[\w.]*(Error|Exception|Interrupt|Exit)\b', line)]
     return (errors or lines or ['it said nothing'])[-1][:300]
-
-# %% ../nbs/machinery/73_jobs.ipynb #j017
-@contextmanager
-def _interrupts_wait():
-    """Hold interrupts (SIGINT, SIGTERM) back until the block is left. Outside the main thread, where none arrive,
-    nothing changes."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    came = []
-    before = {s: signal.signal(s, lambda number, frame: came.append(number)) for s in (signal.SIGINT, signal.SIGTERM)}
-    try: yield
-    finally:
-        for s, handler in before.items(): signal.signal(s, handler)
-        for number in came[:1]: signal.raise_signal(number)
-
-# %% ../nbs/machinery/73_jobs.ipynb #j020
-class _Sitting:
-    "Jobs under way: which wait, which run, which failed with which words."
-    def __init__(self, jobs, command, threads, say):
-        self.waiting, self.running, self.failed = [j for j in jobs if not j.done], {}, {}
-        self.jobs, self.command, self.threads, self.say, self.elsewhere = jobs, command, threads, say, set()
-
-    def fill(self, workers):
-        "Start waiting jobs while there is room."
-        for job in list(self.waiting):
-            if len(self.running) == workers: return
-            if job.done:                                        # another process has finished it
-                self.waiting.remove(job)
-                continue
-            command = self.command(job)
-            with _interrupts_wait():
-                if process := _start_job(job, command, self.threads): self.running[job] = process
-            if process:
-                self.waiting.remove(job)
-                self.say(f'{job.name}: {"continued" if job.begun else "begun"}')
-            elif job not in self.elsewhere:
-                self.elsewhere.add(job)
-                self.say(f'{job.name}: a process of an earlier command is still at it, waiting')
-
-    def reap(self):
-        "Take note of the jobs that ended."
-        for job, process in list(self.running.items()):
-            if process.poll() is None: continue
-            del self.running[job]
-            if not job.done or process.returncode: self.failed[job] = last_words(job.folder)
-            outcome = (f'FAILED (exit code {process.returncode}): {self.failed[job]}; all of it in '
-                       f'{job.folder/"log.txt"}') if job in self.failed else 'done'
-            self.say(f'{job.name}: {outcome}  [{sum(j.done and j not in self.failed for j in self.jobs)} of '
-                     f'{len(self.jobs)} done, {len(self.failed)} failed]')
 
 # %% ../nbs/machinery/73_jobs.ipynb #j021
 def run_jobs(
@@ -148,14 +81,38 @@ def run_jobs(
 ):
     """Make the runs that are not done, several at a time. Returns {Job: error} of those that failed. Interrupted, it
     ends what it started."""
-    sitting, shown = _Sitting(jobs, command, threads, say), time.monotonic()
+    running, failed, lock, ending = {}, {}, threading.RLock(), threading.Event()
+
+    def make(job):
+        if _is_written(job.folder): say(f'{job.name}: a process of an earlier command is still at it, waiting')
+        while _is_written(job.folder) and not ending.wait(.2): pass
+        with lock:
+            if ending.is_set() or job.done: return                      # another process has finished it
+            say(f'{job.name}: {"continued" if job.begun else "begun"}')
+            running[job] = process = _start(job, command(job), threads)
+        process.wait()
+        with lock:
+            if ending.is_set(): return
+            del running[job]
+            if not job.done or process.returncode: failed[job] = last_words(job.folder)
+            outcome = (f'FAILED (exit code {process.returncode}): {failed[job]}; all of it in {job.folder/"log.txt"}'
+                       if job in failed else 'done')
+            say(f'{job.name}: {outcome}  [{sum(j.done and j not in failed for j in jobs)} of {len(jobs)} done, '
+                f'{len(failed)} failed]')
+
+    pool = ThreadPoolExecutor(workers)
     try:
-        while sitting.waiting or sitting.running:
-            sitting.fill(workers)
-            sitting.reap()
-            if time.monotonic() - shown > every:
-                shown = time.monotonic()
-                if sitting.running: say(status_table(list(sitting.running), dict.fromkeys(sitting.running, 'running')))
-            if sitting.waiting or sitting.running: time.sleep(0.2)
-    finally: _stop_jobs(sitting.running.values())
-    return sitting.failed
+        left = {pool.submit(make, job) for job in jobs if not job.done}
+        while left:
+            over, left = wait(left, every, FIRST_EXCEPTION)
+            for made in over: made.result()                             # raises what a thread raised
+            with lock:
+                if running: say(status_table(list(running), dict.fromkeys(running, 'running')))
+    finally:
+        with lock: ending.set()
+        for process in running.values(): process.terminate()            # papermill saves the notebook, ends its kernel
+        for process in running.values():
+            try: process.wait(10)
+            except subprocess.TimeoutExpired: process.kill()
+        pool.shutdown(cancel_futures=True)
+    return failed

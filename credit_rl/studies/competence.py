@@ -503,27 +503,33 @@ def asking_differences(
     return _seed_table(runs, method)
 
 # %% ../../nbs/experiments/75_competence.ipynb #c027
-def asking_figure(folders):  # as in find_runs
-    "Draw tool rate and exact match by tier, a line for each method: matplotlib figure."
-    import matplotlib.pyplot as plt, seaborn as sns
-    runs = {}
-    for method, _, found in examined(folders): runs.setdefault(method, []).append(found['greedy'])
-    colours = method_colours(list(runs))
+def _seeds_figure(
+    rows,   # list of dict, one for each seed and place: method, x, and for each panel its title: y
+    ticks,  # words below the places 0, 1, …
+    width,  # inches
+):
+    "Draw a panel for each title, a line for each method through its means, a point for each seed: matplotlib figure."
+    import matplotlib.pyplot as plt, pandas as pd, seaborn as sns
+    table = pd.DataFrame(rows)
+    methods, panels = list(dict.fromkeys(table.method)), [name for name in table if name not in ('method', 'x')]
+    table['x'] += table.method.map({m: .05 * (i - (len(methods) - 1) / 2) for i, m in enumerate(methods)})
     with sns.axes_style('ticks'):
-        fig, axes = plt.subplots(1, 2, figsize=(8.6, 3.2), layout='constrained', sharey=True)
-        for ax, name in zip(axes, ('tool rate', 'EM')):
-            for i, (method, found) in enumerate(runs.items()):
-                at, colour = [x + .05 * (i - (len(runs) - 1) / 2) for x in (0, 1)], colours[method]
-                seeds = [[_measure(play, t, name) for t in '21'] for play in found]
-                for one in seeds: ax.plot(at, one, '.', color=colour, alpha=.45)
-                ax.plot(at, [sum(x) / len(x) for x in zip(*seeds)], '-o', mfc='white', color=colour, label=method)
-            ax.set(xticks=[0, 1], xticklabels=['known without tools\n(Tier 2)', 'not known\n(Tier 1)'],
-                   xlim=(-.4, 1.4), ylim=(-.03, 1.05),
-                   title={'tool rate': 'share of rollouts with a call', 'EM': 'exact match'}[name])
-        fig.legend(*axes[1].get_legend_handles_labels(), loc='outside right center', frameon=False)
+        fig, axes = plt.subplots(1, len(panels), figsize=(width, 3), layout='constrained', sharey=True)
+        for ax, title in zip(axes, panels):
+            curves(ax, table.rename(columns={title: 'y'}), method_colours(methods), 'points', 'o')
+            ax.set(title=title, xticks=range(len(ticks)), xticklabels=ticks, xlim=(-.4, len(ticks) - .6),
+                   ylim=(-.03, 1.05))
+        fig.legend(*axes[-1].get_legend_handles_labels(), loc='outside right center', frameon=False)
         sns.despine(fig)
     plt.close(fig)
     return fig
+
+def asking_figure(folders):  # as in find_runs
+    "Draw tool rate and exact match by tier, a line for each method: matplotlib figure."
+    panels = {'share of rollouts with a call': 'tool rate', 'exact match': 'EM'}
+    rows = [{'method': method, 'x': x, **{t: _measure(found['greedy'], tier, name) for t, name in panels.items()}}
+            for method, _, found in examined(folders) for x, tier in enumerate('21')]
+    return _seeds_figure(rows, ['known without tools\n(Tier 2)', 'not known\n(Tier 1)'], 8.6)
 
 # %% ../../nbs/experiments/75_competence.ipynb #d0se0002
 def dose_figure(
@@ -533,29 +539,12 @@ def dose_figure(
     """Draw tool rate and exact match by tier over the worlds of a comparison, in the order of their names: a line for
     each method through its means, a point for each examined seed. Returns the matplotlib figure. Raises
     FileNotFoundError where no run was examined."""
-    import matplotlib.pyplot as plt, seaborn as sns
     worlds = sorted({run.parent for run in stored_folders(folder, '*/*-*/summary.json')
                      if 'competence' in read_summary(run)})
     if not worlds: raise FileNotFoundError(f'{folder} holds no examined run: WORLD/METHOD-SEED, credit-rl competence')
-    runs = {}                                                # (method, world) -> what was found on each seed
-    for x, world in enumerate(worlds):
-        for method, _, found in examined(world): runs.setdefault(method, {}).setdefault(x, []).append(found[play])
-    colours = method_colours(list(runs))
-    with sns.axes_style('ticks'):
-        fig, axes = plt.subplots(1, 4, figsize=(11.5, 2.9), layout='constrained', sharey=True)
-        for ax, (title, of) in zip(axes, _BY_TIER.items()):
-            for i, (method, found) in enumerate(runs.items()):
-                off, colour = .05 * (i - (len(runs) - 1) / 2), colours[method]
-                seeds = {x + off: [_measure(play, *of) for play in plays] for x, plays in found.items()}
-                for x, values in seeds.items(): ax.plot([x] * len(values), values, '.', color=colour, alpha=.45)
-                means = [sum(values) / len(values) for values in seeds.values()]
-                ax.plot([*seeds], means, '-o', ms=4, mfc='white', color=colour, label=method)
-            ax.set(title=title, xticks=range(len(worlds)), xticklabels=[w.name for w in worlds], ylim=(-.03, 1.05),
-                   xlim=(-.4, len(worlds) - .6))
-        fig.legend(*axes[0].get_legend_handles_labels(), loc='outside right center', frameon=False)
-        sns.despine(fig)
-    plt.close(fig)
-    return fig
+    rows = [{'method': method, 'x': x, **{title: _measure(found[play], *of) for title, of in _BY_TIER.items()}}
+            for x, world in enumerate(worlds) for method, _, found in examined(world)]
+    return _seeds_figure(rows, [world.name for world in worlds], 11.5)
 
 # %% ../../nbs/experiments/75_competence.ipynb #c0urse02
 def asking_course(folders):  # as in find_runs

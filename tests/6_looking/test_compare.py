@@ -213,10 +213,12 @@ def test_worlds_and_variants(tmp_path, settings, monkeypatch):
         main(arguments(settings, tmp_path / 'runs', 'halff', '1'))
 
 
-# A run that says that it began, then waits for a file `go` (or gives up), then is done.
+# A run that holds its folder and says that it began, then waits for a file `go` (or gives up), then is done.
 PATIENT = """
 import pathlib, sys, time
+from credit_rl.runlog import Hold
 folder = pathlib.Path(sys.argv[1])
+held = Hold(folder)
 with open(folder/'begun', 'a') as f: f.write('x')
 for _ in range(600):
     if (folder.parent/'go').exists(): break
