@@ -18,17 +18,17 @@ from .information_gain import belief_of, belief_warning
 from .launch import Progress, set_torch
 from .layout import hidden_states, pack, turn_means
 from .methods import get_method
-from .options import setting, with_defaults
+from .options import setting
 from .parameters import by_group, error_line, from_settings, make_parser, read_settings
 from .parts import assign
 from .rollout import RolloutSize, continuations, rollout
 from .runlog import atomic_write, plain_json, write_json, writing
 from .significance import jackknife, ratio_interval
-from .settings import GROUPS, Course, check, make_config, settings_of
+from .settings import Config, check, make_config
 from .setup import draw_questions, make_engine, make_learner, make_setup, origin_of
 from .train import Run, SilentLog, play_step
 from .true_credit import (credit_errors, distinct_states, sampling_variance, score_continuations, solver_rates,
-                                   solver_values, state_values, turn_credit)
+                                   solver_values, state_values, turn_credit, turn_score)
 
 # %% ../nbs/6_looking/71_audit.ipynb #a006
 @dataclass(frozen=True)
@@ -247,15 +247,14 @@ def rollouts_saved(
     return math.exp(n), math.exp(low), math.exp(high) if clear[1] else math.inf
 
 def saving_says(saving):  # (n, low, high), of rollouts_saved
-    "What turn credit could save, and what follows: a sentence."
+    "How much clearer a step is by true credit than by GRPO: a sentence."
     n, low, high = saving
     if math.isnan(n):
         return ("What turn credit could save cannot be told from so few questions: GRPO's step, or true credit's, is "
                 'not told from none.')
     times = f'at least {low:.1f}' if math.isinf(high) else f'{n:.1f} ({low:.1f} to {high:.1f})'
-    said = (f"What turn credit could save at most: GRPO needs {times} times the rollouts for a step as clear as true "
-            "credit's.")
-    return said + (' That is not shown to be more than 1: use GRPO.' if low <= 1 else '')
+    return (f"As a whole a step by true credit is as clear as one by GRPO with {times} times the rollouts" +
+            (', which is not shown to be more than 1.' if low <= 1 else '.'))
 
 # %% ../nbs/6_looking/71_audit.ipynb #a019
 FEW = get_method('vine').options['m']             # continuations of a state, from which `vine` learns
@@ -264,6 +263,16 @@ def _gradient_scores(made, right, base):  # (B, D) each; base: None: there is no
     "Signal to noise of a rule's gradient, and how much more it is than the baseline's: two (value, low, high)."
     own = signal_to_noise(made, right)
     return own.interval(), None if base is None else (own - signal_to_noise(base, right)).interval()
+
+def _score_by_kind(credit, base, right, kinds, made):  # (N, K) each; made: of a credit -> (B, D)
+    "The score of a credit over a baseline's, kind of turn by kind of turn (`turn_score`): dict of columns."
+    parts = lambda x: [made(torch.where(kinds == kind, x, 0.)) for kind in range(len(KINDS))]
+    clear = lambda x: torch.tensor([signal_to_noise(g, t).interval()[:2] for g, t in zip(parts(x), parts(right))])
+    own, other = clear(credit), clear(base)
+    own = torch.where(own.isnan() & ~other.isnan(), 0., own)      # says nothing where there is something to say
+    found = turn_score(own, other)
+    return {'score by turn': found['score'], 'kinds that count': found['turns'], 'kinds not taught': found['untaught'],
+            'kinds missing': found['missing']}
 
 def audit(
     rules,           # dict name -> (N, K) credit of every turn
@@ -277,7 +286,8 @@ def audit(
     the controls: `half`, true credit from one half of the continuations, which is judged by the other half; `vine`,
     from FEW of them, where that is less than half, judged by the others; `chance`, drawn at random; `even`, the outcome
     spread over the turns. Each score stands beside its 95 % interval, `low` and `high`. `signal to noise over grpo` is
-    what a rule has more of it than the baseline. A rule that is called `vine` has played continuations of its own, so
+    what a rule has more of it than the baseline; `score by turn` is NaN of a rule that, by its costs, `pays otherwise`
+    than the outcome that is judged. A rule that is called `vine` has played continuations of its own, so
     all of `truth` judge it, and it stands for the control."""
     import pandas as pd
     kinds, mask, half = turn_kinds(truth.groups), truth.turn_mask, truth.played.shape[1] // 2
@@ -290,12 +300,16 @@ def audit(
         judge = dataclasses.replace(truth, played=truth.played[:, used.get(name, 0):])
         scores = agreement_intervals(agreements(credit, judge, kinds, against))
         if gradients is not None:
-            right = made(judge.credit() if against is None else against)
+            true = judge.credit() if against is None else against
+            right = made(true)
             own, over = _gradient_scores(made(credit), right, made(rules[baseline]) if baseline in rules else None)
             scores |= {'signal to noise': own} | ({f'signal to noise over {baseline}': over} if over else {})
+        about = dict((costs or {}).get(name, {}))
+        if gradients is not None and baseline in rules and not about.get('pays otherwise'):
+            about |= _score_by_kind(credit, rules[baseline], true, kinds, made)
         rows[name] = {key: v for score, (mean, low, high) in scores.items()
                       for key, v in ((score, mean), (f'{score}, low', low), (f'{score}, high', high))}
-        rows[name] |= (costs or {}).get(name, {})
+        rows[name] |= about
     return pd.DataFrame.from_dict(rows, orient='index').rename_axis('rule')
 
 # %% ../nbs/6_looking/71_audit.ipynb #a022
@@ -385,23 +399,25 @@ class AuditChoice(RolloutSize):
         super().__post_init__()
         for name in self.rules: get_method(name)
 
-_COURSE = with_defaults(Course, run='runs/audit')
-
 # %% ../nbs/6_looking/71_audit.ipynb #sp716
 def _rule_credit(
     run,     # Run of a method
     groups,  # list of Group, N trajectories in all
+    outcome, # (N,) that rules are judged by
     seed=0,
 ):
-    "What a run's method gives every turn of rollouts, 0 in groups that it leaves out: (N, K), and the cost: dict."
+    """What a run's method gives every turn of rollouts, 0 in groups that it leaves out: (N, K), and the cost: dict, with
+    the share of rollouts whose outcome the method pays otherwise than `outcome` (N,) says."""
     look, since = run.look(), time.monotonic()
     batch = assign(run.method, groups, look, torch.Generator().manual_seed(seed), run.prefix,
-                   tree=run.settings.learning.tree)
+                   tree=run.config.tree)
     out = torch.zeros(index_groups(groups)[0].shape)
     if not batch.empty:
         found = turn_means(batch.credit.advantages, batch.layout).nan_to_num().float()
         out[batch.chosen, :found.shape[1]] = found
-    return out, {'forward tokens': look.tokens, 'seconds': round(time.monotonic() - since, 3)}
+    paid = run.method.text_rewards(groups)['outcome']
+    return out, {'forward tokens': look.tokens, 'seconds': round(time.monotonic() - since, 3),
+                 'pays otherwise': float((paid != outcome).float().mean())}
 
 # %% ../nbs/6_looking/71_audit.ipynb #a026
 def _judged_run(
@@ -418,9 +434,8 @@ def _judged_run(
     still = dataclasses.replace(config, method=name, options=config.options if name == config.method else {},
                                 learning_rate=1e-12, critic=critic, critic_rate=config.critic_rate or 2e-3,
                                 critic_backbone_rate=5e-4, log_kl=False, steps=max(1, teach), ahead=0)
-    s = settings_of(still)
-    engine = make_engine(s.host, s.acting, origin.start, stage.model, stage.chat.tokenizer)
-    run = Run(s, stage, engine, make_learner(s, origin, stage.model), SilentLog(config.run),
+    engine = make_engine(still, origin.start, stage.model, stage.chat.tokenizer)
+    run = Run(still, stage, engine, make_learner(still, origin, stage.model), SilentLog(config.run),
               say=lambda line: say(f'{name}, {line}'))
     for step in range(1, teach + 1 if critic else 1): _teach_critic(run, step)
     return run
@@ -429,7 +444,7 @@ def _teach_critic(run, step):
     "Let a run's critic learn from a batch that its policy plays. Without advantages the policy has nothing to learn."
     groups, rewards = play_step(run.actor, run.method, step)
     batch = assign(run.method, groups, run.look(step), torch.Generator().manual_seed(step), run.prefix, rewards,
-                   run.settings.learning.tree)
+                   run.config.tree)
     if batch.empty: return
     nothing = torch.zeros_like(batch.credit.advantages)
     run.learner.step(batch.layout, batch.seen, dataclasses.replace(batch.credit, advantages=nothing))
@@ -454,14 +469,13 @@ def _reads_chains(name): return not {'solver', 'notes'}.isdisjoint(r.name for r 
 def _audited(config, auditing, say):
     """An audit: (truth, table, what else was found: dict, table of a tiny world against the solver's values, None of
     others)."""
-    s = settings_of(config)
     judged = [name for name in auditing.rules if config.data == 'tiny' or not _reads_chains(name)]
     if left := [name for name in auditing.rules if name not in judged]:
         say(f'{", ".join(left)}: left out, for it reads the chains of the tiny world, and data is {config.data!r}')
-    set_torch(s.host.threads, s.host.tf32)
-    origin = origin_of(s.course, s.acting, s.host, s.critic)
-    stage = make_setup(s.task, s.acting, origin, config.seed, say)
-    engine = make_engine(s.host, s.acting, origin.start, stage.model, stage.chat.tokenizer)
+    set_torch(config.threads, config.tf32)
+    origin = origin_of(config)
+    stage = make_setup(config, origin, say)
+    engine = make_engine(config, origin.start, stage.model, stage.chat.tokenizer)
     questions = draw_questions(stage.questions['train'], auditing.asked, 1, seed_of('audit', config.seed))
     env, how = stage.environments['train'], SamplingParams(config.temperature, max_tokens=config.turn_tokens)
     say(f'{auditing.asked} questions, {auditing.attempts} attempts each')
@@ -476,7 +490,7 @@ def _audited(config, auditing, say):
     for name in judged:
         say(f'{name}: asked')
         run = _judged_run(config, name, stage, origin, auditing.teach, say)
-        rules[name], costs[name] = _rule_credit(run, groups)
+        rules[name], costs[name] = _rule_credit(run, groups, truth.outcome)
     gradients = _turn_gradients(stage.model.eval(), pack(groups))
     belief = belief_of(stage.model, stage.chat, groups)
     if warning := belief_warning(belief): say(warning)
@@ -484,7 +498,7 @@ def _audited(config, auditing, say):
     if config.data == 'tiny':
         values = solver_values(groups, env.max_turns, solver_rates(groups, truth.outcome))
         against = audit(rules, truth, gradients, costs, turn_credit(values, truth.outcome, truth.turn_mask))
-    plain = rules['grpo'] if 'grpo' in rules else _rule_credit(first, groups)[0]
+    plain = rules['grpo'] if 'grpo' in rules else _rule_credit(first, groups, truth.outcome)[0]
     credits = plain, truth.credit(slice(auditing.plays // 2)), truth.credit(slice(auditing.plays // 2, None))
     saving = rollouts_saved(*(_question_gradients(x, gradients, truth.owner) for x in credits))
     return truth, table, {'belief': belief, 'saving': dict(zip(('times', 'low', 'high'), saving))}, against
@@ -517,7 +531,7 @@ def read_audit_settings(
     "The settings of an audit: (Config, AuditChoice). Raises ValueError on an unknown name or a value not allowed."
     own = {f.name for f in dataclasses.fields(AuditChoice)}
     auditing = from_settings(AuditChoice, {k: v for k, v in given.items() if k in own})
-    config = make_config({'run': _COURSE.run, **{k: v for k, v in given.items() if k not in own}}, print)
+    config = make_config({'run': 'runs/audit', **{k: v for k, v in given.items() if k not in own}}, print)
     if config.dry_run: raise ValueError('dry_run is for a training: an audit has none')
     check(config)
     if (config.engine, config.learner, config.ranks) != ('hf', 'plain', 1):
@@ -531,7 +545,7 @@ def main(arguments=None):
     about = 'Which rule sees where credit lies, on this policy and these questions?'
     parser = make_parser('credit_rl.audit', about)
     try:
-        given, _ = read_settings(parser, arguments, by_group(AuditChoice, *(GROUPS | {'course': _COURSE}).values()))
+        given, _ = read_settings(parser, arguments, by_group(AuditChoice, Config))
         folder = run_audit(*read_audit_settings(given), lambda line: print(line, flush=True))
     except (ValueError, OSError, ImportError) as e: sys.exit(f'credit_rl.audit: {error_line(e)}')
     except KeyboardInterrupt: parser.exit(130, 'credit_rl.audit: interrupted; the same command begins anew\n')

@@ -13,6 +13,7 @@ from .parameters import error_line
 
 # %% ../nbs/machinery/89_command.ipynb #c005
 VERBS = {  # verb -> module (whose main it is, unless a function is named), what it does
+    'new': ('datasets:new_main', 'from your files to settings: one file of questions, documents, a model'),
     'train': ('train', 'train a policy with one of the methods'),
     'evaluate': ('evaluate', 'play benchmarks with a model or a prompting baseline, or an evaluation again'),
     'longform': ('studies.longform', 'evaluate answers of several sentences, by a judge'),
@@ -23,12 +24,14 @@ VERBS = {  # verb -> module (whose main it is, unless a function is named), what
     'sft': ('sft', 'fine-tune a policy on its own right rollouts, or on demonstrations'),
     'fetch': ('fetch', 'have a language model as a folder: smollm2, or any GGUF file'),
     'export': ('export', 'write what a run made as a Hugging Face folder'),
-    'view': ('view', 'write the rollouts of a run, with the credit of each rule, as one page'),
+    'view': ('dumps:view_main', 'write the rollouts of a run or of a file, with the credit of each rule, as one page'),
+    'assign': ('dumps', 'credit each turn of rollouts that others wrote, with nothing trained'),
     'explain': ('adapters', 'what did a trainer do with the rewards of turns? from a batch in a file'),
     'watch': ('watch', 'show a run while it goes on'),
     'profile': ('profile', "where a run's time went, by line of the loop, and on which tokens"),
     'asking': ('studies.when_to_ask', 'before training: can a rule learn here when to ask?'),
     'lab': ('studies.lab', 'when does turn credit pay? worlds that can be enumerated, exact and learned'),
+    'which': ('studies.lab:which_main', 'which rule, by the worlds of the lab most like a problem or a run'),
     'tables': ('studies.tables', "a paper's tables and figures, from run folders"),
     'competence': ('studies.competence', 'does a trained agent ask for what it does not know, and only for that?'),
     'index': ('search_service:build', 'save an index of passages, BM25 or vectors'),

@@ -709,9 +709,9 @@ def _parser():
 def _arguments(arguments):
     "Parse and check the command's arguments: (namespace, parameters). Raises ValueError or FileNotFoundError."
     from credit_rl.methods import get_method
-    from credit_rl.settings import GROUPS
+    from credit_rl.settings import Config
     enter_project()
-    try: params, given = read_settings(_parser(), arguments, by_group(*GROUPS.values()))
+    try: params, given = read_settings(_parser(), arguments, by_group(Config))
     except FileNotFoundError as e:
         raise FileNotFoundError(f'{e}; relative paths start at the top of the checkout') from e
     check_secrets(params, given.out)                            # papermill would write them down

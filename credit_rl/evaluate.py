@@ -26,7 +26,7 @@ from .layout import hidden_states, pack
 from .metrics import benchmark_metric, carl_match, cover_match, empty_golds, exact_match, f1, gold_note, score_answer
 from .models import (Policy, json_hash, load_model, load_tokenizer, local_folder, model_hashes, read_template,
                               tokenizer_hash)
-from .options import SettingsGroup, nearest, setting, with_defaults
+from .options import SettingsGroup, nearest, setting
 from .parameters import by_group, error_line, from_settings, make_parser, read_settings
 from .prompting import BASELINES
 from .protocol import PROTOCOLS, prompt_hash, worded
@@ -137,10 +137,13 @@ class EvaluationChoice(SettingsGroup):
     batch: int = setting(64, 'conversations at once', least=1)
 
 @dataclass(frozen=True)
-class Evaluation(with_defaults(Source, data='hotpotqa', questions=None), EvaluationChoice,
-                 with_defaults(Policy, model=None), Conversation, Decoding, EngineChoice, Processes,
-                 with_defaults(RunFolder, run='runs/evaluate')):
+class Evaluation(RunFolder, Processes, EngineChoice, Decoding, Conversation, Policy, EvaluationChoice, Source):
     "Everything that determines an evaluation."
+    data: object = setting('hotpotqa', 'what is evaluated, see Source')
+    questions: int = setting(None, 'of each set, drawn by the seed; None: all', least=1)
+    model: str = setting(None, 'a Hugging Face folder, or a name on the hub')
+    run: str = setting('runs/evaluate', 'folder of the evaluation')
+
     @property
     def sampling(self): return dataclasses.replace(super().sampling, greedy=self.greedy)
 
@@ -911,7 +914,7 @@ def main(arguments=None):  # list of str; None: the command line's
     parser.add_argument('--same', nargs=2, metavar=('FOLDER', 'OTHER'),
                         help='run folders of one evaluation, played with gaps=true: rows that differ, and near ties')
     try:
-        settings, given = read_settings(parser, arguments, by_group(*Evaluation.__bases__))
+        settings, given = read_settings(parser, arguments, by_group(Evaluation))
         if given.same: found = compare_rows(*given.same)
         elif given.replay: found = replay_evaluation(given.replay, changes=settings)
         else: return print(evaluation_table(run_evaluation(settings)).to_string())

@@ -14,7 +14,7 @@ from .models import load_model, read_template, write_model
 from .parameters import error_line, make_parser
 from .protocol import Chat, worded
 from .runlog import atomic_folder, latest_checkpoint, named_checkpoint, read_json, read_params, writing
-from .settings import make_config, settings_of
+from .settings import make_config
 from .setup import add_lora, base_folder, merge_lora
 
 # %% ../nbs/machinery/66_export.ipynb #c008
@@ -63,7 +63,7 @@ def export_run(
 def _write_model(folder, run, model, tokenizer, step):
     "Write a policy and where it comes from, as a whole."
     about = read_params(run)
-    how, data = settings_of(make_config(about)).acting, about['data']
+    how, data = make_config(about), about['data']
     chat = Chat(worded(asked_protocol(how.protocol, data), **how.words), tokenizer,
                 *((None, {}) if data == 'tiny' else (read_template(how.template), how.template_options)))
     with atomic_folder(folder) as part:
@@ -77,10 +77,10 @@ def main(arguments=None):  # list of str; None: the command line's
     "`python -m credit_rl.export RUN FOLDER`; `--checkpoint newest` or `--checkpoint 120` takes another than the best."
     parser = make_parser('credit_rl.export', 'Write what a training run made as a Hugging Face folder.')
     parser.add_argument('run', help='folder of the run')
-    parser.add_argument('folder', help='of the model; new or empty')
+    parser.add_argument('folder', nargs='?', help='of the model; new or empty; without it RUN/model')
     parser.add_argument('--checkpoint', default='best', help="'best' by the dev questions, 'newest', or a step")
     given = parser.parse_args(arguments)
-    try: print(export_run(given.run, given.folder, given.checkpoint))
+    try: print(export_run(given.run, given.folder or Path(given.run)/'model', given.checkpoint))
     except (OSError, ValueError, ImportError) as e: sys.exit(f'credit_rl.export: {error_line(e)}')
     except KeyboardInterrupt: parser.exit(130, 'credit_rl.export: interrupted; the same command begins anew\n')
 

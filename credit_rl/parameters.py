@@ -7,7 +7,7 @@ __all__ = ['from_settings', 'notebook_settings', 'each_world', 'fill_names', 'en
            'settings_help', 'one_dialect', 'make_parser', 'read_settings', 'error_line']
 
 # %% ../nbs/machinery/06_parameters.ipynb #c002
-import argparse, datetime, difflib, numbers, os, re, sys, types
+import argparse, dataclasses, datetime, difflib, numbers, os, re, sys, types
 from collections.abc import Mapping
 from importlib.metadata import distributions
 from pathlib import Path
@@ -95,12 +95,17 @@ def notebooks_in(folder):  # path of a folder of notebooks and of chapters
 
 # %% ../nbs/machinery/06_parameters.ipynb #c014
 def by_group(
-    *groups,    # dataclasses of settings
+    *groups,    # dataclasses of settings; of one that only joins others, these
     prefix='',  # before each name on the command line
 ):
     "The settings of groups under their headings, the first line of each docstring: dict heading -> name -> Option."
-    return {g.__doc__.strip().splitlines()[0].rstrip('.'): {prefix + name: o for name, o in options_in(g).items()}
-            for g in groups}
+    found = {}
+    for group in groups:
+        options, joined = options_in(group), [b for b in reversed(group.__bases__) if dataclasses.is_dataclass(b)]
+        whole = joined[1:] and set(options) == {name for base in joined for name in options_in(base)}
+        parts = by_group(*joined) if whole else {group.__doc__.strip().splitlines()[0].rstrip('.'): options}
+        found |= {head: {prefix + name: options[name] for name in names} for head, names in parts.items()}
+    return found
 
 def settings_help(groups):  # dict heading -> name -> Option, see by_group
     "The settings that a command takes, as text: a line for each with default, purpose and range."

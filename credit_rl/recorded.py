@@ -15,11 +15,12 @@ from .environment import asked_protocol
 from .layout import turn_means
 from .methods import get_method
 from .models import load_tokenizer
+from .outcome import Earned
 from .parts import Facts, Measured, assign, first_tokens
 from .protocol import worded
 from .runlog import read_params, read_turns
 from .scoring import SCHEMA_OPTION, read_schema
-from .settings import make_config, own_tokenizer, settings_of
+from .settings import make_config, own_tokenizer
 from .setup import run_facts
 from .trajectory import Group, trajectory_from_json
 
@@ -64,7 +65,7 @@ class Recording:
     params: dict
     attempts: list             # of Attempts
     left_out: int = 0          # rollouts that are older, and were not read
-    settings: object = None    # Settings of a training; None: not known
+    settings: object = None    # Config of a training; None: not known
     notes: list = field(default_factory=list)  # of str: what could not be read
 
     @property
@@ -74,8 +75,7 @@ class Recording:
     def protocol(self):
         "The protocol in which questions were asked; None where it is not known."
         if self.settings is None: return None
-        acting, data = self.settings.acting, self.settings.task.data
-        return worded(asked_protocol(acting.protocol, data), **acting.words)
+        return worded(asked_protocol(self.settings.protocol, self.settings.data), **self.settings.words)
 
 def _newest(rows, most, size):
     "The attempts that hold the last `most` rollouts, whole, and how many rollouts stand before them."
@@ -84,9 +84,9 @@ def _newest(rows, most, size):
     return found, len(rows) - sum(len(a.rows) for a in found)
 
 def _settings(params):
-    "Settings of a run, and why there are none: (Settings or None, list of str)."
+    "Settings of a run, and why there are none: (Config or None, list of str)."
     if 'method' not in params: return None, []
-    try: return settings_of(make_config(params)), []
+    try: return make_config(params), []
     except ValueError as e: return None, [f'its params.yaml is not read by this version: {e}']
 
 # %% ../nbs/6_looking/69_recorded.ipynb #c010
@@ -191,7 +191,7 @@ def _refuse_judge(method):
 def _refuse_critic(method, settings):
     "Refuse the values of a critic that was taught other rewards than the rule's. Raises NotKept."
     if settings is None or not method.critic: return
-    of_run = get_method(settings.course.method)
+    of_run = get_method(settings.method)
     own, asked = ([r.name for r in m.rewards] for m in (of_run, method))
     if own != asked:
         raise NotKept(f'needs a critic of {" + ".join(asked)}, and this run had '
@@ -201,14 +201,14 @@ def _refuse_critic(method, settings):
 def _facts(settings, protocol):
     "What the run of these settings knows: `Facts`."
     if settings is None: return Facts()
-    facts = run_facts(settings.task, settings.learning.questions_per_step, max_turns=settings.acting.max_turns)
+    facts = run_facts(settings, max_turns=settings.max_turns)
     return replace(facts, tags=(protocol.think_tag, protocol.call_tag, protocol.answer_tag))
 
 def _schemas(settings, protocol):
     "In what words the run scored golds: dict 'gold' or 'teacher' -> Schema."
     if settings is None: return {}
-    asked = get_method(settings.course.method).bind(settings.course.options).needs.golds
-    schemas = {'gold': SCHEMA_OPTION.default} if 'belief' in settings.keeping.measure else {}
+    asked = get_method(settings.method).bind(settings.options).needs.golds
+    schemas = {'gold': SCHEMA_OPTION.default} if 'belief' in settings.measure else {}
     schemas |= {who: golds.schema for who, golds in asked.items()}
     return {who: read_schema(schema, protocol) for who, schema in schemas.items()}
 
@@ -223,7 +223,7 @@ def recorded_credit(
     each turn, NaN where it is missing, or a str that says why there is none. Raises ValueError on a name or option that
     there is not."""
     settings, protocol = recording.settings, recording.protocol
-    if options is None: options = settings.course.options if settings else {}
+    if options is None: options = settings.options if settings else {}
     method = get_method(name).bind(options, _facts(settings, protocol))
     look = _recorded_look(recording.attempts, method, _schemas(settings, protocol), protocol)
     found = []
@@ -231,6 +231,8 @@ def recorded_credit(
         same = list(same)
         try:
             _refuse_judge(method)
+            if not isinstance(method.metric, Earned) and not all(a.group.question.answers for a in same):
+                raise NotKept('needs accepted answers, and these questions have none')
             _refuse_critic(method, settings)
             found += _step_credit(same, method, look, seed)
         except ValueError as e: found += [str(e)] * len(same)      # a rule says what it lacks, and that is the result
@@ -276,7 +278,7 @@ def recorded_tokenizer(recording):
     the run does not say."""
     from huggingface_hub import try_to_load_from_cache
     if recording.settings is None: raise NotKept('whose tokens these are is not known: the run names no model')
-    model = own_tokenizer(recording.settings.acting)
+    model = own_tokenizer(recording.settings)
     if not isinstance(model, str): return model
     if Path(model).exists() or isinstance(try_to_load_from_cache(model, 'config.json'), str):
         return load_tokenizer(model)

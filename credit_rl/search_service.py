@@ -19,7 +19,8 @@ from .datasets import load_corpus
 from .dense import E5, DenseSearch, build_dense, open_index
 from .options import SettingsGroup, options_in, setting
 from .parameters import error_line, make_parser
-from .readers import Passage, RowError, read_contents, read_field, read_rows, read_title
+from .readers import (Cutting, Passage, RowError, document_files, read_contents, read_field, read_rows,
+                               read_title)
 from .retrieval import Retriever, build_index, check_search, contents
 from .runlog import Journal, atomic_write
 
@@ -474,13 +475,14 @@ def read_corpus(
     name,   # a data set of BENCHMARKS, whose layout rows have
     path,   # a file of passages, read one row at a time; a folder or a file of questions is read whole
     on_error='raise',  # malformed row: 'raise', or 'skip' it, count and warn
+    cut=Cutting(),     # how a folder of documents, or one document, is cut
 ):
     """Yield the passages of a corpus, those without an id numbered. Raises on a malformed row, with its place, and
     ValueError where no row is good."""
     bench, path, count = get_benchmark(name), Path(path), 0
-    first = None if path.is_dir() else next(iter(read_rows(path)), (None, None))[1]
-    if path.is_dir() or is_question_row(first):
-        yield from load_corpus(name, path, on_error=on_error)
+    whole = path.is_dir() or path.exists() and document_files(path)[0]
+    if whole or is_question_row(next(iter(read_rows(path)), (None, None))[1]):
+        yield from load_corpus(name, path, on_error=on_error, cut=cut if whole else None)
         return
     skipped, rows = [], 0
     for rows, (where, row) in enumerate(read_rows(path), 1):
@@ -511,8 +513,8 @@ def build(arguments=None):  # list of str; None: the command line's
     "`credit-rl index CORPUS FOLDER`: save an index of passages, for `corpus=FOLDER` and for a server."
     parser = make_parser('credit_rl.search_service', 'Save an index of passages: BM25, or vectors.')
     parser.prog = 'credit-rl index'
-    parser.add_argument('corpus', help='file of {"id", "contents"} or {"title", "text"} rows, or of questions that '
-                                       'bring paragraphs')
+    parser.add_argument('corpus', help='a folder of documents (.txt, .md, .html, .pdf), a file of {"id", "contents"} '
+                                       'or {"title", "text"} rows, or of questions that bring paragraphs')
     parser.add_argument('folder', help='where the index is written; it must not be there yet')
     parser.add_argument('--data', default='hotpotqa', help='data set whose layout rows of questions have')
     parser.add_argument('--dense', nargs='?', const=E5, metavar='MODEL',
@@ -520,10 +522,14 @@ def build(arguments=None):  # list of str; None: the command line's
     parser.add_argument('--factory', default='Flat', help="with --dense, faiss's description of the index")
     parser.add_argument('--on-error', default='raise', choices=('raise', 'skip'), help='what a malformed row is: an '
                         'error, or left out, counted and named')
+    for name, option in options_in(Cutting).items():
+        parser.add_argument(f'--{name}', type=type(option.default), default=option.default, choices=option.choices or None,
+                            help=f'of documents: {option.about}')
     given = parser.parse_args(arguments)
     try:
+        cut = Cutting(given.by, given.words, given.overlap)
         if Path(given.folder).exists(): raise FileExistsError(f'{given.folder} is there already: choose another name')
-        passages = _progress(read_corpus(given.data, given.corpus, given.on_error))
+        passages = _progress(read_corpus(given.data, given.corpus, given.on_error, cut))
         if given.dense: count = build_dense(passages, given.folder, given.dense, factory=given.factory)
         else: count = build_index(passages, given.folder)
     except (OSError, ValueError, ImportError) as e: parser.exit(1, f'credit-rl index: {error_line(e)}\n')

@@ -29,7 +29,7 @@ from .rollout import rollout
 from .runlog import (RunLog, atomic_folder, code_hashes, latest_checkpoint, read_json, read_params, read_turns,
                               save_checkpoint)
 from .scoring import retell
-from .settings import GROUPS, Config, check, make_config, settings_of, tree_notes
+from .settings import Config, check, make_config, tree_notes
 from .setup import (add_lora, bound_method, draw_questions, make_setup, merge_lora, origin_of, real_questions,
                              real_search)
 from .step_metrics import paired_line, right_marks
@@ -177,42 +177,41 @@ def rejection_sft(
     if c.dry_run: raise ValueError('dry_run is for training by reinforcement; this fine-tuning has none')
     check(c)
     if c.resume and (Path(c.run)/'summary.json').exists(): return _finished(c, how, say)
-    acting, host, origin = (s := settings_of(c)).acting, s.host, origin_of(s.course, s.acting, s.host, s.critic)
-    set_torch(host.threads, host.tf32)
+    set_torch(c.threads, c.tf32)
     with told_to_end(c.run) as asked, RunLog(c.run, c.resume) as log, log.beginning():
         log.write_params({**vars(c), 'method': 'sft', 'sft': dataclasses.asdict(how)}, MAY_CHANGE)
-        stage = make_setup(s.task, acting, origin, c.seed, say)
-        for line in _unheeded(host, s.learning): say(line)
+        stage = make_setup(c, origin_of(c), say)
+        for line in _unheeded(c): say(line)
         engine = HFEngine(stage.model, stage.chat.tokenizer, max_length=c.max_tokens)
-        test = lambda: evaluate(engine, stage.environments['test'], stage.questions['test'], acting.greedy,
+        test = lambda: evaluate(engine, stage.environments['test'], stage.questions['test'], c.greedy,
                                 progress=Progress(say, 'test questions played', len(stage.questions['test'])))
-        metric = bound_method(dataclasses.replace(s.course, method='grpo'), s.task, c.questions_per_step).metric
+        metric = bound_method(dataclasses.replace(c, method='grpo')).metric
         if found := latest_checkpoint(log.folder):
             memory = read_json(found[1]/'memory.json')
             with gzip.open(found[1]/'kept.json.gz', 'rt') as f: kept = list(map(group_from_json, json.load(f)))
         else:
-            kept, played = _examples(stage, engine, acting.sampling, how, metric, c.seed, say)
+            kept, played = _examples(stage, engine, c.sampling, how, metric, c.seed, say)
             base, before = test()
             memory = {'played': played, 'base': base, 'base_right': right_marks(before)}
         base = memory['base']
         own = c.data != 'tiny'
-        taught = {question_key(g.question) for g in kept if own} | train_keys(acting.model)
+        taught = {question_key(g.question) for g in kept if own} | train_keys(c.model)
         for line in seen_lines({'test': stage.questions['test']}, taught, 'are among those learned from'): say(line)
         inside = sum(question_key(q) in taught for q in stage.questions['test'])
         say(f'base: EM {base["em"]:.3f} on {len(stage.questions["test"])} test questions')
-        if host.lora: add_lora(stage.model, host.lora, c.seed)
-        if host.gradient_checkpointing: stage.model.gradient_checkpointing_enable({'use_reentrant': False})
+        if c.lora: add_lora(stage.model, c.lora, c.seed)
+        if c.gradient_checkpointing: stage.model.gradient_checkpointing_enable({'use_reentrant': False})
         with _keeping_bad(log, stage.chat.tokenizer):
             history = fine_tune(
-                stage.model, kept, how, s.learning.row_tokens, c.seed, say, s.learning.on_bad_step,
-                _Keeper(log.folder, memory, kept, 60 * s.keeping.save_every or math.inf, asked, say))
+                stage.model, kept, how, c.row_tokens, c.seed, say, c.on_bad_step,
+                _Keeper(log.folder, memory, kept, 60 * c.save_every or math.inf, asked, say))
         final, tested = test()
-        if host.lora: merge_lora(stage.model)
+        if c.lora: merge_lora(stage.model)
         with atomic_folder(log.folder/'model') as part:
-            about = {'fine_tuned': {'run': log.folder.name, 'model': c.model, 'seed': c.seed, 'lora': host.lora},
-                     'play': playing(acting, stage.chat, part)}
+            about = {'fine_tuned': {'run': log.folder.name, 'model': c.model, 'seed': c.seed, 'lora': c.lora},
+                     'play': playing(c, stage.chat, part)}
             write_model(part, stage.model, stage.chat.tokenizer, stage.chat, about)
-            if own: note_seen(part, [g.question for g in kept], model=acting.model)
+            if own: note_seen(part, [g.question for g in kept], model=c.model)
         log.summary(summary := {
             **_summary(stage, base, final, tested, history), 'seed': c.seed, 'trajectories': memory['played'],
             'base_right': memory['base_right'], 'final_right': right_marks(tested),
@@ -261,12 +260,12 @@ def _finished(config, how, say, name='sft'):
     say(f'{folder} is complete and left as it is')
     return folder
 
-def _unheeded(host, learning):
+def _unheeded(c):
     "What is set of a training that a fine-tuning does not heed: list of lines."
     usual = {'engine': 'hf', 'learner': 'plain', 'ranks': 1}
-    return tree_notes(learning, 'a fine-tuning reads its rows as they are') + [
+    return tree_notes(c.tree, 'a fine-tuning reads its rows as they are') + [
         f'{name}={given!r} is not heeded: a fine-tuning acts and learns in one process'
-        for name, value in usual.items() if (given := getattr(host, name)) != value]
+        for name, value in usual.items() if (given := getattr(c, name)) != value]
 
 @contextlib.contextmanager
 def _keeping_bad(log, tokenizer):
@@ -309,13 +308,12 @@ def write_demos(
     c = make_config(config, say) if isinstance(config, dict) else config
     if c.data == 'tiny': raise ValueError('the tiny world has players of its own (25_tiny): give another data set')
     check(c)
-    s = settings_of(c)
-    write_message(asked_protocol(s.acting.protocol), '')                  # refuses a protocol without demonstrations
+    write_message(asked_protocol(c.protocol), '')                  # refuses a protocol without demonstrations
     if c.resume and (Path(c.run)/'summary.json').exists(): return _finished(c, how, say, 'demos')
     with RunLog(c.run, c.resume) as log, log.beginning():
         log.write_params({**vars(c), 'method': 'demos', 'demos': dataclasses.asdict(how)}, MAY_CHANGE)
-        tokenizer, parts = load_tokenizer(c.model), real_questions(s.task, c.seed)
-        env = make_environment(tokenizer, real_search(s.task, s.acting.protocol), s.acting)
+        tokenizer, parts = load_tokenizer(c.model), real_questions(c, c.seed)
+        env = make_environment(tokenizer, real_search(c, c.protocol), c)
         shown = Progress(say, 'demonstrations played', how.attempts * sum(map(len, parts.values())))
         played = {part: demonstrate_all(env, qs, how.attempts, c.seed, shown) for part, qs in parts.items()}
         kept = keep_right(played['train'], per_question=how.per_question, seed=c.seed)
@@ -392,7 +390,7 @@ def _command(name, about, kind, run, arguments):
     parser, prefix = make_parser(f'credit_rl.{name}', about), f'{name}.'
     settings = {}
     try:
-        settings, _ = read_settings(parser, arguments, {**by_group(kind, prefix=prefix), **by_group(*GROUPS.values())})
+        settings, _ = read_settings(parser, arguments, {**by_group(kind, prefix=prefix), **by_group(Config)})
         own = {n.removeprefix(prefix): settings.pop(n) for n in list(settings) if n.startswith(prefix)}
         known = options_in(kind)
         if unknown := [n for n in own if n not in known]:

@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 import torch
-from .engine import seed_of
+from .engine import SamplingParams, seed_of
 from .evaluate import evaluate, note_seen, seen_lines, summarize, train_keys
 from .information_gain import belief_schema, belief_warning
 from .judge import Judge, judge_counts
@@ -31,18 +31,17 @@ from .parts import Golds, Measured, Needs, assign, every_turn, start_values, to_
 from .world import get_regime
 from .protocol import prompt_hash
 from .rollout import continuations, rollout
-from .runlog import (RunLog, BoundedGzip, lasting, latest_checkpoint, code_hashes, named_checkpoint,
-                              read_json, read_params, save_checkpoint)
+from .runlog import (RunLog, BoundedGzip, lasting, latest_checkpoint, code_hashes,
+                              metrics_by_step, named_checkpoint, read_json, read_params, save_checkpoint)
 from .scoring import GOLDS_OPTION, answer_header, gold_templates, gold_texts, retell, teacher_chat
 from .search_service import SearchClient
-from .settings import (GROUPS, Acting, Config, Host, Learning, Settings, check, make_config, schema_notes,
-                                scored_schemas, settings_of, weight_limits)
+from .settings import Config, check, make_config, schema_notes, scored_schemas
 from .setup import (Setup, add_lora, bound_method, draw_questions, examine, forecast, foretell, hand_over, make_engine,
                              make_learner, make_setup, origin_of, real_questions, real_search)
-from .step_metrics import (base_lines, base_report, collapsed, credit_metrics, credited_tokens,
-                                    describe_rollouts, dev_metrics, final_lines, is_kept, is_shown, kl_from_base,
-                                    known_tiers, log_lines, mean_drift, over_line, reencoding_drift, right_marks,
-                                    rollout_rows, score_groups, step_line, taught_tiers)
+from .step_metrics import (IDLE, base_lines, base_report, collapsed, credit_metrics, credited_tokens,
+                                    describe_rollouts, dev_metrics, final_lines, idle_line, is_kept, is_shown,
+                                    kl_from_base, known_tiers, log_lines, mean_drift, over_line, reencoding_drift,
+                                    right_marks, rollout_rows, score_groups, step_line, taught_tiers)
 from .trajectory import Group, group_from_json, to_json
 from .true_credit import distinct_states, score_continuations, state_values
 from .vllm_engine import EngineLost, logp_gap, sampler_weights
@@ -55,7 +54,7 @@ def train_step(
     measure_kl=False,   # also how far the policy is from its base: two more forwards
 ):
     "Take one training step. Returns its metrics; rollouts and clocks go to the run's log."
-    s, method, look = run.settings, run.method.at_step(run.memory['method']), run.look(step)
+    c, method, look = run.config, run.method.at_step(run.memory['method']), run.look(step)
     ahead, since = run.ahead if run.ahead and run.ahead.step == step else None, time.monotonic()
     before = _service_counts(method)
     groups, rewards = play_step(run.actor, method, step, ahead)
@@ -63,24 +62,24 @@ def train_step(
     if time.monotonic() - since > 20: run.say(f'step {step}: {len(groups)} questions played, now they teach')
     with play_ahead(run, step + 1):                     # the engine is done, and a run that is ahead lets it go on
         metrics = describe_rollouts(groups, rewards, run.tiers) | asked | {'drift': mean_drift(run.setup.chat, groups)}
-        if s.learning.ahead: metrics['stale'] = staleness(ahead, groups, run.learner.updates)
-        rng = _keep_generator(s.course.seed, step)
+        if c.ahead: metrics['stale'] = staleness(ahead, groups, run.learner.updates)
+        rng = _keep_generator(c.seed, step)
         batch = run.answers.suffice(step, asked) and assign(method, groups, look, rng, run.prefix, rewards,
-                                                            s.learning.tree)
+                                                            c.tree)
         if not batch or batch.empty:
             run.learner.tick(step)                                  # a teacher's period is counted in steps
             return metrics | _NOTHING_LEARNED
-        credit, sampler = correct_credit(run.mismatch, batch)
+        credit, sampler = correct_credit(batch, run.gap, c.correction, c.limits)
         metrics |= credit_metrics(method, batch, run.learner.critic, run.segments)
-        metrics['trained_tokens'] = s.learning.epochs * credited_tokens(credit, batch.layout)
+        metrics['trained_tokens'] = c.epochs * credited_tokens(credit, batch.layout)
         if measure_kl: metrics |= kl_from_base(run.learner, batch.layout)
         with run.log.timed('update'), _keeping_bad(run.log, step, batch):
             update = run.learner.step(batch.layout, batch.seen, credit)
-            if run.replay: update |= run.replay.teach(run.learner, step, run.prefix, s.learning.tree)
+            if run.replay: update |= run.replay.teach(run.learner, step, run.prefix, c.tree)
         run.learner.tick(step)
-    with run.log.timed('load'): hand_over(run.learner, run.engine, s.host, run.ranks)
+    with run.log.timed('load'): hand_over(run.learner, run.engine, c.engine, c.lora, run.ranks)
     run.memory['method'] = method.move(run.memory['method'], batch)
-    keep_rollouts(run.log, step, batch, s.keeping, run.setup.chat)
+    keep_rollouts(run.log, step, batch, c.log_rollouts, c.log_steps, run.setup.chat)
     if look.left_out: metrics['golds_left_out'] = look.left_out
     return {**metrics, **sampler, 'read_tokens': look.tokens, **update}
 
@@ -90,7 +89,7 @@ _NOTHING_LEARNED = {'zero_advantage': 1., 'zero_groups': 1., 'trained_tokens': 0
 @dataclass
 class Run:
     "A run under way."
-    settings: Settings
+    config: Config
     setup: Setup
     engine: object
     learner: Learner
@@ -101,15 +100,14 @@ class Run:
     ahead: object = None                         # AheadBatch: rollouts of the next step, kept in checkpoints too
 
     def __post_init__(self):
-        s, from_warmup = self.settings, self.settings.critic.critic_from
-        self.actor = Actor(self.engine, self.setup, s.acting, s.learning, s.host, s.course.seed, self.ranks, self.log,
-                           self.say)
-        self.mismatch = s.mismatch if s.host.engine != 'hf' or s.learning.ahead else None
-        self.method = bound_method(s.course, s.task, s.learning.questions_per_step, self.setup.chat, self.learner.loss,
-                                   self.setup.environments['train'].max_turns)
-        self.metric = get_regime(s.task.regime).metric if s.task.regime else self.method.metric
+        c, from_warmup = self.config, self.config.critic_from
+        self.actor = Actor(self.engine, self.setup, c.sampling, c.questions_per_step, c.group_size, c.seed, self.ranks,
+                           self.log, self.say, bool(c.ahead), c.draw_version)
+        self.gap = c.gap if c.engine != 'hf' or c.ahead else None      # None: the learner's own model acts, in step
+        self.method = bound_method(c, self.setup.chat, self.learner.loss, self.setup.environments['train'].max_turns)
+        self.metric = get_regime(c.regime).metric if c.regime else self.method.metric
         # a teacher that has words of its own is told what was said
-        asked = s.teacher.teacher if self.method.needs.teacher else 'self'
+        asked = c.teacher if self.method.needs.teacher else 'self'
         self.teacher = teacher_chat(asked, self.setup.chat.tokenizer, self.setup.chat.protocol)
         self.prefix = len(self.setup.chat.encode(answer_header(self.setup.chat)))
         self.segments = bool(self.setup.chat.protocol.context_tag)
@@ -117,22 +115,21 @@ class Run:
         self.tiers = taught['train'] or known_tiers(from_warmup)
         # a gate is read again by the tiers that it was passed by
         self.dev_tiers = known_tiers(from_warmup, 'dev') or taught['dev']
-        count = s.critic.critic_replay
-        self.replay = Replay(*forced_rollouts(from_warmup), count, self.metric, s.course.seed) if count else None
-        self.answers = _AnswerCheck(s.learning.unanswered, self.method.services, self.say)
+        count = c.critic_replay
+        self.replay = Replay(*forced_rollouts(from_warmup), count, self.metric, c.seed) if count else None
+        self.answers = _AnswerCheck(c.unanswered, self.method.services, self.say)
         start = {'best': -1., 'best_step': 0, 'rates': [], 'base': None, 'method': self.method.begin()}
         self.memory = start | self.memory
 
     @property
     def gated(self):
         "Whether the critic had to pass a gate, or was warmed up for one."
-        return bool(self.segments and self.learner.critic
-                    and (self.method.learns_chance or self.settings.critic.critic_from))
+        return bool(self.segments and self.learner.critic and (self.method.learns_chance or self.config.critic_from))
 
     def look(self, step=0):
         "What answers the method's questions about a step's batch: `Look`."
-        loss, learning, measure = self.learner.loss, self.settings.learning, self.settings.keeping.measure
-        own = Needs(logp=bool(learning.recompute or self.mismatch is not None), ref_logp=bool(loss.kl),
+        loss, measure = self.learner.loss, self.config.measure
+        own = Needs(logp=self.config.recompute or self.gap is not None, ref_logp=bool(loss.kl),
                     entropy='entropy' in measure and not loss.entropy)                  # else the update tells it
         act = lambda needs: self.actor.play_on(needs, step, self.method)
         return Look(self.learner, self.setup.chat, self.log, own, 'belief' in measure, act, self.teacher)
@@ -146,7 +143,7 @@ class Run:
         "Go back to a checkpoint. Raises ValueError on one that keeps its method's state in another form."
         self.learner.restore(path)
         self.memory, self.ahead = read_memory(path)
-        hand_over(self.learner, self.engine, self.settings.host, self.ranks)
+        hand_over(self.learner, self.engine, self.config.engine, self.config.lora, self.ranks)
 
     def checkpoint(self, step, name=None):
         "Save learner and memory atomically: all ranks write into the folder that the first one makes."
@@ -157,14 +154,20 @@ class Run:
                 if self.ranks.first: write_memory(folder, self.memory, self.ahead)
         with self.log.timed('checkpoint'):
             if self.ranks.first:
-                save_checkpoint(self.log.folder, step, write, self.settings.keeping.keep, name, self.learner.lighten)
+                save_checkpoint(self.log.folder, step, write, self.config.keep, name, self.learner.lighten)
             else: write(None)
 
-    def wake(self): self.actor.wake(self.learner)
+    def wake(self):
+        """Let an engine act that slept while the learner was made, with the weights that it began with, or the
+        learner's where it forgot them."""
+        if self.config.engine == 'hf': return
+        if self.engine.hollow: hand_over(self.learner, self.engine, self.config.engine, self.config.lora, self.ranks)
+        else: self.engine.wake()
 
     def close(self):
         "Stop an engine that is a program of its own, and let others write the run's folder."
-        try: self.actor.close()
+        try:
+            if self.config.engine != 'hf': self.engine.close()
         finally: self.log.close()
 
 # %% ../nbs/5_run/63_train.ipynb #j6301
@@ -207,44 +210,47 @@ class Actor:
     "Who plays a run's questions: an engine in its environments, on all ranks."
     engine: object
     setup: Setup
-    acting: Acting      # how turns are sampled
-    learning: Learning  # how many questions and attempts a step has, and whether it is played ahead
-    host: Host
+    sampling: SamplingParams  # how turns are sampled
+    questions_per_step: int
+    group_size: int           # attempts at each
     seed: int
     ranks: Ranks
-    log: object         # its clock
-    say: object = print # function called with lines of text
+    log: object               # its clock
+    say: object = print       # function called with lines of text
+    ahead: bool = False       # whether a step is played while the one before is learned from
+    draw_version: int = 2
 
     def round(self, step, again=0):
         """A round of a step: its questions, and how a rank plays its share of them, function of a list that gives a
         list of Group; `off()` may raise to call it off, and `each` is called with trajectories that just ended."""
-        extra, size = (again,) if again else (), self.learning.group_size
+        extra, size = (again,) if again else (), self.group_size
         seed = seed_of(self.seed, again) if again else self.seed
         def play(share, off=lambda: None, each=None):
             shown = Progress(self.say, f'step {step}: rollouts played', len(share) * size)
-            return rollout(self.engine, self.setup.environments['train'], share, size, self.acting.sampling,
+            return rollout(self.engine, self.setup.environments['train'], share, size, self.sampling,
                            seed_of(self.seed, step, *extra), lambda ended: (off(), shown(ended)), each)
-        drawn = draw_questions(self.setup.questions['train'], self.learning.questions_per_step, step, seed)
-        return drawn if self.learning.draw_version == 1 else _each_once(drawn), play
+        drawn = draw_questions(self.setup.questions['train'], self.questions_per_step, step, seed)
+        return drawn if self.draw_version == 1 else _each_once(drawn), play
 
     def evaluate(self, part):
         "Play the 'dev' or 'test' questions greedily: list of Group."
+        greedy = SamplingParams(greedy=True, max_tokens=self.sampling.max_tokens)
         def play(share):
             shown = Progress(self.say, f'{part} questions played', len(share))
-            return evaluate(self.engine, self.setup.environments[part], share, self.acting.greedy, progress=shown)[1]
+            return evaluate(self.engine, self.setup.environments[part], share, greedy, progress=shown)[1]
         return self.ranks.each(self.setup.questions[part], play)
 
     def attempt_dev(self, count):
         "Attempt the first dev questions as those of a step are, group_size times each: list of Group."
         def play(share):
-            shown = Progress(self.say, 'rollouts of the base played', len(share) * self.learning.group_size)
-            return rollout(self.engine, self.setup.environments['dev'], share, self.learning.group_size,
-                           self.acting.sampling, seed_of('base', self.seed), shown)
+            shown = Progress(self.say, 'rollouts of the base played', len(share) * self.group_size)
+            return rollout(self.engine, self.setup.environments['dev'], share, self.group_size, self.sampling,
+                           seed_of('base', self.seed), shown)
         return self.ranks.each(self.setup.questions['dev'][:count], play)
 
     def sample_dev(self):
         "Play each dev question once, sampled: list of Group."
-        play = lambda share: rollout(self.engine, self.setup.environments['dev'], share, 1, self.acting.sampling,
+        play = lambda share: rollout(self.engine, self.setup.environments['dev'], share, 1, self.sampling,
                                      seed_of('gate', self.seed))
         return self.ranks.each(self.setup.questions['dev'], play)
 
@@ -255,7 +261,7 @@ class Actor:
         if needs.plays:
             states, index = distinct_states(needs.groups)
             play = lambda share: continuations(self.engine, self.setup.environments['train'], share, needs.plays,
-                                               self.acting.sampling, seed_of('play on', self.seed, step))
+                                               self.sampling, seed_of('play on', self.seed, step))
             with self.log.timed('play_on'): played = self.ranks.each(states, play)
             earned = self.ranks.once(lambda: score_continuations(played, lambda g: method.text_rewards(g)['outcome']))
             values = state_values(earned, index)[0]
@@ -264,18 +270,7 @@ class Actor:
 
     def rest(self):
         "Let the engine sleep while models read, unless it is playing the next step meanwhile."
-        if not self.learning.ahead: self.engine.sleep()
-
-    def wake(self, learner):
-        """Let an engine act that slept while the learner was made, with the weights that it began with, or the
-        learner's where it forgot them."""
-        if self.host.engine == 'hf': return
-        if self.engine.hollow: hand_over(learner, self.engine, self.host, self.ranks)
-        else: self.engine.wake()
-
-    def close(self):
-        "Stop an engine that is a program of its own."
-        if self.host.engine != 'hf': self.engine.close()
+        if not self.ahead: self.engine.sleep()
 
 # %% ../nbs/5_run/63_train.ipynb #j6304x
 @contextlib.contextmanager
@@ -410,10 +405,17 @@ def _answer_tokens(answers, scored):
     return sum(n * len(answer.ids) for row, counts in zip(answers, times) for answer, n in zip(row, counts))
 
 # %% ../nbs/5_run/63_train.ipynb #t6307
-def keep_rollouts(log, step, batch, keeping, chat=None):  # RunLog, int, Batch, Keeping, Chat
+def keep_rollouts(
+    log,        # RunLog
+    step,
+    batch,      # Batch
+    most=1,     # groups of the step
+    steps=500,  # first ones of which all are kept, see `is_kept`
+    chat=None,  # Chat, if it is known
+):
     "Write the first groups of a step to the log, with their drift where their chat is known."
-    if not is_kept(step, keeping.log_steps): return
-    shown = [i for i, b in enumerate(batch.layout.groups.tolist()) if b < keeping.log_rollouts]
+    if not is_kept(step, steps): return
+    shown = [i for i, b in enumerate(batch.layout.groups.tolist()) if b < most]
     rows = rollout_rows(batch, shown)
     if chat: rows = [{**row, 'drift': reencoding_drift(chat, batch.trajectories[i])} for row, i in zip(rows, shown)]
     log.turns(step, rows)
@@ -428,22 +430,24 @@ def _keeping_bad(log, step, batch):  # RunLog, int, Batch
 
 # %% ../nbs/5_run/63_train.ipynb #c049
 def correct_credit(
-    mismatch,  # Mismatch: what another engine may differ by, and what is done about it; None: the learner itself acts
-    batch,     # Batch
+    batch,            # Batch
+    gap,              # mean difference allowed, nats per token; None: the learner itself acts
+    correction=None,  # 'truncated' or 'masked' weights; None: none
+    limits=(0., 2.),  # of these weights: the lower one, and the upper one
 ):
     """The credit with its advantages times the importance weights of learner over engine, and metrics of their
     difference. Raises RuntimeError where the two are too far apart."""
     layout, seen, credit = batch.layout, batch.seen, batch.credit
-    if mismatch is None: return credit, {}
+    if gap is None: return credit, {}
     metrics = logp_gap(seen.logp, layout.logps, layout.trained)
-    if metrics['logp_gap'] > mismatch.gap:
+    if metrics['logp_gap'] > gap:
         raise RuntimeError(f"engine and learner differ by {metrics['logp_gap']:.3g} nats per token (at most "
-                           f"{metrics['logp_gap_max']:.3g}; gap={mismatch.gap:g} is allowed): "
+                           f"{metrics['logp_gap_max']:.3g}; gap={gap:g} is allowed): "
                            'the weights of the last step are not all across, or the precisions differ, or with ahead '
                            'a step moves the policy further than that: then raise gap, or learn more slowly')
-    if mismatch.correction is None: return credit, metrics
-    high, low = weight_limits(mismatch)
-    weights = sampler_weights(seen.logp, layout.logps, layout.trained, mismatch.correction, high, low)
+    if correction is None: return credit, metrics
+    low, high = limits
+    weights = sampler_weights(seen.logp, layout.logps, layout.trained, correction, high, low)
     ratio = (seen.logp - layout.logps)[layout.trained].exp()
     metrics |= {'sampler_weight': weights[layout.trained].mean().item(),
                 'sampler_cut': ((ratio > high) | (ratio < low)).float().mean().item()}
@@ -488,7 +492,7 @@ def play_ahead(run, step):
     """Let a run that is ahead play a step while the block learns from the one before, with the weights that the engine
     has, in a thread that drives the engine; then wait for it and keep the groups in `run.ahead`. Where the block
     fails, the play is called off at the next trajectory's end. Of a run in step it does nothing."""
-    if not run.settings.learning.ahead:
+    if not run.actor.ahead:
         yield
         return
     (questions, play), over, updates = run.actor.round(step), threading.Event(), run.learner.updates
@@ -513,21 +517,15 @@ def play_ahead(run, step):
     run.ahead = AheadBatch(step, updates, groups)
 
 # %% ../nbs/5_run/63_train.ipynb #a5dc15f2
-def _gate_metrics(
-    actor,    # Actor
-    learner,  # Learner with a critic of segments
-    tiers,    # (source, id) of a dev question -> 1 or 2
-    metric,   # what the data are scored by
-    prefix,   # ids of the generation prefix
-):
-    "What the gate says of a critic now: dict, NaN where nothing tells."
-    groups = actor.sample_dev()
-    layout = pack(groups, prefix, actor.learning.tree)
-    actor.rest()
-    table = start_values(learner.evaluate(layout, ('values',)).values, layout)
-    if not actor.learning.ahead: actor.wake(learner)
-    tier = [tiers.get((g.question.source, g.question.id), 0) for g in groups]
-    found = gate_again(groups, tier, table, metric)
+def _gate_metrics(run):
+    "What the gate says of a run's critic of segments now: dict, NaN where nothing tells."
+    groups = run.actor.sample_dev()
+    layout = pack(groups, run.prefix, run.config.tree)
+    run.actor.rest()
+    table = start_values(run.learner.evaluate(layout, ('values',)).values, layout)
+    if not run.actor.ahead: run.wake()
+    tier = [run.dev_tiers.get((g.question.source, g.question.id), 0) for g in groups]
+    found = gate_again(groups, tier, table, run.metric)
     return {'gate_auc': found.auc, 'gate_sign': found.sign_accuracy, 'gate_explained': found.explained_variance}
 
 # %% ../nbs/5_run/63_train.ipynb #8b2b22dc
@@ -598,14 +596,14 @@ def check_same_params(config, may_change=MAY_CHANGE):
 
 # %% ../nbs/5_run/63_train.ipynb #n0310
 def finished(
-    course,  # Course: run, resume, steps
+    c,  # Config: run, resume, steps
 ):
     """Whether a run is resumed that is complete: its summary is there and has as many steps (or says that it
     collapsed)."""
-    path = Path(course.run)/'summary.json'
-    if not (course.resume and path.exists()): return False
+    path = Path(c.run)/'summary.json'
+    if not (c.resume and path.exists()): return False
     summary = read_json(path)
-    return summary['steps'] >= course.steps or summary['collapsed']
+    return summary['steps'] >= c.steps or summary['collapsed']
 
 # %% ../nbs/5_run/63_train.ipynb #c073
 class SilentLog:
@@ -641,55 +639,54 @@ def saving(path):  # of a checkpoint
                       'earlier checkpoints are kept: make room, or raise the limit, and go on with resume=True') from e
 
 # %% ../nbs/5_run/63_train.ipynb #c0751
-def _check_teacher(teacher, method, course):
+def _check_teacher(c, method):
     "Refuse more steps where a teacher's period is a share of them. Raises ValueError."
-    if not (course.resume and (Path(course.run)/'params.yaml').exists()): return
-    begun = read_params(course.run).get('steps', course.steps)
-    before, now = (teacher.period(method, steps) for steps in (begun, course.steps))
+    if not (c.resume and (Path(c.run)/'params.yaml').exists()): return
+    begun = read_params(c.run).get('steps', c.steps)
+    before, now = (c.teacher_period(method, steps) for steps in (begun, c.steps))
     if before != now:
-        raise ValueError(f'{course.run} was begun with steps={begun}, so its teacher is made anew every {before} '
-                         f'steps; with steps={course.steps} it would be every {now}: give steps={begun}, or begin '
+        raise ValueError(f'{c.run} was begun with steps={begun}, so its teacher is made anew every {before} '
+                         f'steps; with steps={c.steps} it would be every {now}: give steps={begun}, or begin '
                          f'another run with teacher_every={before}')
 
 def begin_run(
-    config,         # Config
+    c,              # Config
     say,            # function called with lines of text
     ranks=Ranks(),
 ):
     """Set everything up that a run needs, on every rank: `Run`. Bad data and an absent judge leave no parameters
     behind, a folder that is written already is refused before a model is loaded."""
-    s, say = settings_of(config), say if ranks.first else lambda line: None
-    (course, task, acting, host), real = (s.course, s.task, s.acting, s.host), None
-    method = bound_method(course, task, s.learning.questions_per_step)
-    _check_teacher(s.teacher, method, course)
-    origin = origin_of(course, acting, host, s.critic)
+    say, real = say if ranks.first else lambda line: None, None
+    method = bound_method(c)
+    _check_teacher(c, method)
+    origin = origin_of(c)
     asked = method.services if ranks.first else []
     for service in asked: service.check()
-    log = RunLog(course.run, course.resume, s.keeping.trackers) if ranks.first else SilentLog(course.run)
+    log = RunLog(c.run, c.resume, c.trackers) if ranks.first else SilentLog(c.run)
     with log.beginning():
         for service in asked: service.keep(log.folder/'judge.jsonl.gz')
-        if task.data != 'tiny': real = real_questions(task, course.seed), real_search(task, acting.protocol)
-        for line in schema_notes(acting, task.data, scored_schemas(method, s.keeping.measure), load=True): say(line)
+        if c.data != 'tiny': real = real_questions(c, c.seed), real_search(c, c.protocol)
+        for line in schema_notes(c, scored_schemas(method, c.measure), load=True): say(line)
         served = ranks.first and real and isinstance(real[1], SearchClient)
         same = served and real[1].agrees(log.folder/'search.json')               # the passages may have moved
-        note_params(log, config, (*MAY_CHANGE, 'corpus') if same else MAY_CHANGE)
+        note_params(log, c, (*MAY_CHANGE, 'corpus') if same else MAY_CHANGE)
         if served and not same:
-            real[1].keep(log.folder/'search.json', [q.text for q in real[0]['train'][:10]], acting.passages)
+            real[1].keep(log.folder/'search.json', [q.text for q in real[0]['train'][:10]], c.passages)
         # the first makes the base that the others load
-        setup = ranks.in_turn(lambda: make_setup(task, acting, origin, course.seed, say, real))
+        setup = ranks.in_turn(lambda: make_setup(c, origin, say, real))
         if real and ranks.first:
             held = {part: setup.questions[part] for part in ('dev', 'test')}
-            for line in seen_lines(held, train_keys(acting.model), f'were learned from by {acting.model}'): say(line)
-            note_seen(log.folder, setup.questions['train'], setup.questions['dev'], acting.model)
-        if host.lora: add_lora(setup.model, host.lora, course.seed)
+            for line in seen_lines(held, train_keys(c.model), f'were learned from by {c.model}'): say(line)
+            note_seen(log.folder, setup.questions['train'], setup.questions['dev'], c.model)
+        if c.lora: add_lora(setup.model, c.lora, c.seed)
         # one that is whole, and stays as it is while the other learns
-        apart = host.engine == 'hf' and (s.learning.ahead or host.learner == 'deepspeed' and host.stage == 3)
+        apart = c.engine == 'hf' and (c.ahead or c.learner == 'deepspeed' and c.stage == 3)
         acts = copy.deepcopy(setup.model).eval() if apart else setup.model
         # before the learner: it measures what memory is free
-        engine = make_engine(host, acting, origin.start, acts, setup.chat.tokenizer)
+        engine = make_engine(c, origin.start, acts, setup.chat.tokenizer)
         # models are whole until the learner spreads them, so it gives its memory back
-        if host.engine == 'vllm': engine.sleep()
-        return Run(s, setup, engine, make_learner(s, origin, setup.model), log, ranks, say)
+        if c.engine == 'vllm': engine.sleep()
+        return Run(c, setup, engine, make_learner(c, origin, setup.model), log, ranks, say)
 
 # %% ../nbs/5_run/63_train.ipynb #c076
 def _evaluate_dev(run, step, metrics):
@@ -697,10 +694,9 @@ def _evaluate_dev(run, step, metrics):
     with run.log.timed('dev'): scores, _ = run.evaluate('dev')
     gate = {}
     if run.gated:
-        with run.log.timed('gate'):
-            gate = _gate_metrics(run.actor, run.learner, run.dev_tiers, run.metric, run.prefix)
+        with run.log.timed('gate'): gate = _gate_metrics(run)
     run.log.metrics(step, **metrics, **dev_metrics(scores), **gate)
-    best = scores[run.settings.keeping.chosen_by or ('right' if 'right' in scores else 'em')]
+    best = scores[run.config.chosen_by or ('right' if 'right' in scores else 'em')]
     better = best > run.memory['best']
     if better: run.memory |= {'best': best, 'best_step': step}
     run.checkpoint(step, 'best' if better else None)
@@ -727,7 +723,7 @@ def _begin(run):
     run.memory['base'], groups = run.evaluate('test')
     run.memory['base_right'] = right_marks(groups)
     _keep_examples(run.log, 0, groups, 'before')
-    if count := run.settings.keeping.base_questions:
+    if count := run.config.base_questions:
         run.memory['base_sampled'] = _sample_base(run.actor, run.method, count, run.say)
     em = _evaluate_dev(run, 0, {})
     run.say(f'base: EM {run.memory["base"]["em"]:.3f} on {len(groups)} test questions, {em:.3f} on dev')
@@ -743,29 +739,35 @@ def _sample_base(actor, method, count, say):
 # %% ../nbs/5_run/63_train.ipynb #c090
 def _foretold(run, pace):
     "What a step takes beside what was foretold of rollouts as long as those that were kept: a line of text."
-    seconds = foretell(run.settings, kept_lengths(run.log.folder))
+    seconds = foretell(run.config, kept_lengths(run.log.folder))
     parts = ', '.join(f'{part} {took:.3g}' for part, took in seconds.items() if took)
     return f'a step takes {pace:.3g} s; foretold were {sum(seconds.values()):.3g} s ({parts})'
+
+def _rows_of(folder):
+    "The metrics of the steps that a run has taken: list of dict."
+    return [row for step, row in metrics_by_step(folder).items() if step]
 
 def _steps(run, first, asked):
     """Take the steps from `first` on, until the run is over or has collapsed, or was `asked` to end: the signal's
     number then, 0 otherwise."""
-    keeping, steps, since = run.settings.keeping, run.settings.course.steps, time.monotonic()
-    saved, every = since, 60 * keeping.save_every or math.inf
+    c, steps, since = run.config, run.config.steps, time.monotonic()
+    saved, every = since, 60 * c.save_every or math.inf
     for step in range(first, first if run.memory.get('collapsed') else steps + 1):
-        due = step % keeping.eval_every == 0 or step == steps
-        with run.log.timed('step'): metrics = train_step(run, step, keeping.log_kl and due)
+        due = step % c.eval_every == 0 or step == steps
+        with run.log.timed('step'): metrics = train_step(run, step, c.log_kl and due)
         run.memory['rates'].append(metrics['answer_rate'])
-        run.memory['collapsed'] = collapsed(run.memory['rates'], keeping.collapse)
+        run.memory['collapsed'] = collapsed(run.memory['rates'], c.collapse)
         dev = _evaluate_dev(run, step, metrics) if due else None
         if not due: run.log.metrics(step, **metrics)
+        run.memory['idle'] = run.memory.get('idle', 0) + 1 if metrics['trained_tokens'] == 0 else 0
+        if run.memory['idle'] == IDLE: run.say(run.ranks.once(lambda: idle_line(_rows_of(run.log.folder))))
         if (step == first or due) and (line := belief_warning(metrics)): run.say(line)
         pace = (time.monotonic() - since) / (step - first + 1)
         if due or is_shown(step, first):
             run.say(f'{step_line(step, steps, metrics, dev)}  {pace:.2f} s/step, {pace * (steps - step):.0f} s left')
-        if step == first + 2 and is_large(run.settings.acting.model) and run.ranks.first: run.say(_foretold(run, pace))
+        if step == first + 2 and is_large(c.model) and run.ranks.first: run.say(_foretold(run, pace))
         if run.memory['collapsed']:
-            run.say(f'stopped at step {step}: the answer rate of the last 5 steps fell below {keeping.collapse:.0%} of '
+            run.say(f'stopped at step {step}: the answer rate of the last 5 steps fell below {c.collapse:.0%} of '
                     'its best; try a smaller learning rate, or a KL term')
             return 0
         ends = max(run.ranks.each(list(range(run.ranks.count)), lambda mine: [asked()] * len(mine)))
@@ -786,13 +788,15 @@ def _finish(run):
     final, done = last, len(run.memory['rates'])
     if step != done:
         run.learner.restore_policy(path)
-        hand_over(run.learner, run.engine, run.settings.host, run.ranks)
+        hand_over(run.learner, run.engine, run.config.engine, run.config.lora, run.ranks)
         final, groups = run.evaluate('test')
     _keep_examples(run.log, done + 1, groups, 'after')
-    c, top, base = run.settings.course, run.setup.ceiling, run.memory['base']
+    c, top, base = run.config, run.setup.ceiling, run.memory['base']
     hops = dict(Counter(str(g.question.meta['hops']) for g in groups if 'hops' in g.question.meta))
     sets = dict(Counter(g.question.source for g in groups))
     judged = judge_hashes(run.method)
+    rows = run.ranks.once(lambda: _rows_of(run.log.folder))
+    idle = idle_line(rows) if all(row.get('trained_tokens') == 0 for row in rows) else None
     summary = {
         'method': c.method, 'options': c.options, 'seed': c.seed, 'steps': c.steps, 'best_step': step,
         'protocol': run.setup.chat.protocol.name, 'prompt_hash': prompt_hash(run.setup.chat.protocol),
@@ -803,6 +807,7 @@ def _finish(run):
         'base': base, 'final': final, 'ceiling': top,
         **{name: run.memory[name] for name in ('base_sampled', 'base_right') if name in run.memory},
         'final_right': right_marks(groups),
+        **({'nothing_learned': idle} if idle else {}),
         'collapsed': run.memory.get('collapsed', False), 'code': code_hashes('train'), 'seconds': run.log.elapsed}
     run.log.summary(summary)
     for line in final_lines(summary): run.say(line)
@@ -823,33 +828,30 @@ def train(
     are refused before any compute."""
     say = say or (speak if is_rank() else lambda line: print(line, flush=True))
     told = None if is_rank() else say
-    config = _as_begun(make_config(config, told) if isinstance(config, dict) else config)
-    s = settings_of(config)
-    if s.course.dry_run: return examine(config, say)
-    check(config)
-    over, model = finished(s.course), s.acting.model
+    c = _as_begun(make_config(config, told) if isinstance(config, dict) else config)
+    if c.dry_run: return examine(c, say)
+    check(c)
+    over = finished(c)
     if not (over or is_rank()):
-        if model != 'tiny': find_model(model)
-        for line in [*forecast(s), *no_gpu(s.host, model)] if is_large(model) else (): say(line)
-    return on_ranks('credit_rl.train', config, say, lambda ranks: _train(config, say, ranks), held, over,
-                    s.host.restarts, s.host.grace)
+        if c.model != 'tiny': find_model(c.model)
+        for line in [*forecast(c), *no_gpu(c, c.model)] if is_large(c.model) else (): say(line)
+    return on_ranks('credit_rl.train', c, say, lambda ranks: _train(c, say, ranks), held, over, c.restarts, c.grace)
 
-def _train(config, say, ranks):
+def _train(c, say, ranks):
     "The run, or this rank's part of it."
-    s = settings_of(config)
-    if finished(s.course):
-        check_same_params(config)
+    if finished(c):
+        check_same_params(c)
         if ranks.first:
-            for line in [*log_lines(s.course.run), over_line(s.course)]: say(line)
-        return Path(s.course.run)
-    set_torch(s.host.threads, s.host.tf32)
-    with told_to_end(s.course.run) as asked, contextlib.closing(begin_run(config, say, ranks)) as run:
+            for line in [*log_lines(c.run), over_line(c)]: say(line)
+        return Path(c.run)
+    set_torch(c.threads, c.tf32)
+    with told_to_end(c.run) as asked, contextlib.closing(begin_run(c, say, ranks)) as run:
         with run.log.beginning(): first = _begin(run)
         ends = _steps(run, first, asked)
         if not ends: _finish(run)
         ranks.wait()
     if ends and not is_rank(): sys.exit(128 + ends)               # a launcher knows it
-    return Path(s.course.run)
+    return Path(c.run)
 
 # %% ../nbs/5_run/63_train.ipynb #c091
 @contextlib.contextmanager
@@ -869,7 +871,7 @@ def main(arguments=None):
     first."""
     parser, folder = make_parser('credit_rl.train', 'Train a policy with one of the methods.'), Config.run
     try:
-        settings = read_settings(parser, arguments, by_group(*GROUPS.values()))[0]
+        settings = read_settings(parser, arguments, by_group(Config))[0]
         folder = settings.get('run', folder)
         train(settings)
     except (ValueError, OSError, ImportError, LaunchError, EngineLost, BadStep) as e: sys.exit(f'credit_rl.train: {error_line(e)}')

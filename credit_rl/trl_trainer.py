@@ -24,7 +24,7 @@ from .protocol import PROTOCOLS, last_answer
 from .rollout import rollout
 from .runlog import RunLog
 from .scoring import acting_states, answer_header, answer_logps, gold_templates
-from .settings import GROUPS, make_config, settings_of
+from .settings import Config, make_config
 from .setup import bound_method, draw_questions, make_setup, origin_of
 from .train import note_params
 from .trajectory import Group, Question, Result, Stop, Trajectory, Turn
@@ -493,28 +493,26 @@ def _earned(
 
 # %% ../nbs/7_elsewhere/82_trl_trainer.ipynb #c026
 def _trl_arguments(
-    learning,  # Learning
-    course,    # Course: steps, seed
-    loss,      # Loss
-    folder,    # where TRL may write
-    temperature=1.0,  # of the rollouts
+    c,       # Config
+    loss,    # Loss
+    folder,  # where TRL may write
 ):
     "TRL's `GRPOConfig` for the settings of a run. Raises ValueError on what TRL's loss does not have."
     from trl import GRPOConfig
     if loss.kind != 'ppo' or loss.entropy or loss.llds:
         raise ValueError(f"TRL is run with the loss 'ppo' without further terms here, got {loss.kind!r}, entropy="
                          f'{loss.entropy} and llds={loss.llds}; set the first two in a GRPOConfig of your own')
-    rows, parts = learning.questions_per_step * learning.group_size, learning.minibatches
+    rows, parts = c.questions_per_step * c.group_size, c.minibatches
     if rows % parts: raise ValueError(f'TRL wants equal mini-batches, and {rows} rollouts do not make {parts}')
     micro = max(n for n in range(1, 33) if rows // parts % n == 0)
     return GRPOConfig(
-        str(folder), seed=course.seed, temperature=temperature, max_steps=course.steps * parts * learning.epochs,
+        str(folder), seed=c.seed, temperature=c.temperature, max_steps=c.steps * parts * c.epochs,
         loss_type='dapo', beta=loss.kl, epsilon=loss.clip_low, epsilon_high=loss.clip_high, delta=loss.dual_clip,
-        num_generations=learning.group_size, num_iterations=learning.epochs, per_device_train_batch_size=micro,
+        num_generations=c.group_size, num_iterations=c.epochs, per_device_train_batch_size=micro,
         gradient_accumulation_steps=rows // parts // micro, steps_per_generation=rows // micro,
-        learning_rate=learning.learning_rate, lr_scheduler_type='constant_with_warmup',
-        warmup_steps=learning.warmup, weight_decay=learning.weight_decay, adam_beta1=learning.betas[0],
-        adam_beta2=learning.betas[1], max_grad_norm=learning.clip, gradient_checkpointing=False, bf16=False,
+        learning_rate=c.learning_rate, lr_scheduler_type='constant_with_warmup',
+        warmup_steps=c.warmup, weight_decay=c.weight_decay, adam_beta1=c.betas[0],
+        adam_beta2=c.betas[1], max_grad_norm=c.clip, gradient_checkpointing=False, bf16=False,
         shuffle_dataset=False, logging_strategy='no', save_strategy='no', report_to='none', disable_tqdm=True,
         use_cpu=not torch.cuda.is_available(), dataloader_pin_memory=torch.cuda.is_available())
 
@@ -544,15 +542,14 @@ def trl_run(
              'correction': None}
     if given := [f'{n}={v!r}' for n, x in usual.items() if (v := getattr(config, n)) != x]:
         raise ValueError(f'training under TRL does not heed {", ".join(given)}: leave it out, or use credit_rl.train')
-    s, method = settings_of(config), get_method(config.method)
+    method = get_method(config.method)
     _check_method(method)
-    loss = s.learning.loss_of(method)
-    args = _trl_arguments(s.learning, s.course, loss, Path(config.run)/'trl', config.temperature)
+    loss = config.loss_of(method)
+    args = _trl_arguments(config, loss, Path(config.run)/'trl')
     with RunLog(config.run) as log:                    # what fails before its first score leaves the folder free
-        origin = origin_of(s.course, s.acting, s.host, s.critic)
-        stage = make_setup(s.task, s.acting, origin, config.seed, say)
-        env, n = stage.environments['train'], s.learning.questions_per_step
-        method = bound_method(s.course, s.task, n, stage.chat, loss, env.max_turns)
+        stage = make_setup(config, origin_of(config), say)
+        env, n = stage.environments['train'], config.questions_per_step
+        method = bound_method(config, stage.chat, loss, env.max_turns)
         credit = TurnCredit(method, env, SamplingParams(config.temperature, max_tokens=config.turn_tokens), config.seed)
         note_params(log, config)
         asked = [q for step in range(config.steps)
@@ -575,7 +572,7 @@ def trl_run(
 def main(arguments=None):
     "`python -m credit_rl.trl_trainer setting=value …`, the settings of `credit_rl.train`."
     parser = make_parser('credit_rl.trl_trainer', "Train a policy under TRL with one of the methods.")
-    try: trl_run(read_settings(parser, arguments, by_group(*GROUPS.values()))[0])
+    try: trl_run(read_settings(parser, arguments, by_group(Config))[0])
     except (ValueError, OSError, ImportError) as e: sys.exit(f'credit_rl.trl_trainer: {error_line(e)}')
 
 # %% ../nbs/7_elsewhere/82_trl_trainer.ipynb #c028

@@ -461,20 +461,26 @@ def show_run(
     return Page(_page(_page_data(recording, rules, characters)), f'run {recording.folder.name}')
 
 # %% ../nbs/6_looking/72_view.ipynb #v134
-def main(arguments=None):  # list of str; None: the command line's
+def main(
+    arguments=None,  # list of str; None: the command line's
+    read=lambda run, most, protocol: read_recording(run, most),  # makes a `Recording`
+):
     "`credit-rl view RUN`: write the rollouts of a run as one page that needs no network."
     parser = make_parser('credit_rl.view', 'Write the rollouts of a run, with the credit of each rule, as one page '
                                            'that opens without a network.')
-    parser.add_argument('run', help='folder of a run of training or evaluation')
+    parser.add_argument('run', help='folder of a run of training or evaluation, or a file of rollouts that others wrote')
     parser.add_argument('--rules', nargs='+', help='rows of the table of methods, or spellings such as '
                                                    'outcome+folr/turns; without it all rows')
-    parser.add_argument('--out', help='file to write; without it view.html in the folder of the run')
+    parser.add_argument('--out', help='file to write; without it view.html in the folder of the run, '
+                                      'or FILE.html')
+    parser.add_argument('--protocol', help='how such a file writes calls and answers, tspo unless it is given')
     parser.add_argument('--most', type=int, default=500, help='rollouts, the newest')
     parser.add_argument('--characters', type=int, default=20_000, help='of a text, at most')
     given = parser.parse_intermixed_args(one_dialect(sys.argv[1:] if arguments is None else arguments, {}, parser))
     try:
-        page = show_run(given.run, given.rules, given.most, given.characters)
-        path = page.save(given.out or Path(given.run)/'view.html')
+        page = show_run(read(given.run, given.most, given.protocol), given.rules, characters=given.characters)
+        run = Path(given.run)
+        path = page.save(given.out or (run.with_suffix('.html') if run.is_file() else run/'view.html'))
     except (ValueError, OSError) as e: parser.exit(1, f'credit_rl.view: {e}\n')
     print(path)
 

@@ -21,7 +21,7 @@ from credit_rl.parameters import by_group
 from credit_rl.parts import Facts, Loss
 from credit_rl.prepare import WarmUpChoice
 from credit_rl.runlog import read_params, read_summary, read_text, stored_folders
-from credit_rl.settings import GROUPS
+from credit_rl.settings import Config
 from credit_rl.sft import Imitation
 from kept import kept
 
@@ -339,7 +339,7 @@ def settings_page():
              'that papermill runs (`-p name value`); see ' + notebook_of(parameters) + ' and '
              + notebook_of(settings) + '. A value out of its range is refused before anything is computed. '
              "What a method takes besides, its `options`, stands on its [page](methods/index.md)."]
-    parts += [f'## {head}\n\n{option_table(options)}' for head, options in by_group(*GROUPS.values()).items()]
+    parts += [f'## {head}\n\n{option_table(options)}' for head, options in by_group(Config).items()]
     parts.append('## Fields of `loss`\n\nSet as `loss.NAME=value`; a method has its own where a run says nothing.\n\n'
                  + option_table(next(iter(by_group(Loss).values()))))
     for verb, (group, prefix) in COMMANDS.items():

@@ -36,7 +36,7 @@ from ..rollout import check_prompts, rollout
 from ..runlog import latest_checkpoint, named_checkpoint, plain_json, write_json
 from ..runlog import read_metrics, read_params, read_summary, read_turns, stored_folders
 from ..parameters import from_settings, make_parser
-from ..settings import Host, make_config, settings_of
+from ..settings import Acting, Host, Task, make_config
 from ..setup import bound_method, make_engine, make_setup, origin_of
 from ..trajectory import trajectory_from_json
 from ..vllm_engine import EngineLost
@@ -116,14 +116,14 @@ def _checkpoint_of(run, name):
     return latest_checkpoint(run) if name == 'newest' else named_checkpoint(run, name)
 
 # %% ../../nbs/experiments/75_competence.ipynb #k7504
-def _engines(host, acting, origin, tokenizer, policy, base):
+def _engines(config, origin, tokenizer, policy, base):
     """Who plays: (engine of the policy, engine of the base, function that ends them), by the run's engine. `base` is a
     function that loads it."""
-    host = dataclasses.replace(host, lora={})                       # the policy's additions are merged into its weights
-    if host.engine == 'hf':
-        return *(make_engine(host, acting, origin.base, m, tokenizer) for m in (policy, base())), lambda: None
+    config = dataclasses.replace(config, lora={})                   # the policy's additions are merged into its weights
+    if config.engine == 'hf':
+        return *(make_engine(config, origin.base, m, tokenizer) for m in (policy, base())), lambda: None
     if torch.cuda.is_available(): torch.cuda.empty_cache()                       # vLLM asks how much is free
-    engine, held = make_engine(host, acting, origin.base, None, tokenizer), ['base']
+    engine, held = make_engine(config, origin.base, None, tokenizer), ['base']
     both = (_SharedEngine(engine, name, load, held) for name, load in (('policy', lambda: policy), ('base', base)))
     return *both, engine.close
 
@@ -139,19 +139,18 @@ def open_agent(
     if not (config.protocol or '').startswith('carl'):
         raise ValueError(f"{run} played by the protocol {config.protocol or 'of its data'!r}; this examination needs "
                          "one that leaves the choice: 'carl' or 'carl-tiny'")
-    s = settings_of(config)
-    set_torch(s.host.threads, s.host.tf32)
-    device = None if s.host.engine == 'hf' else 'cpu'      # where a vLLM plays it has the GPU, until the critic is read
+    set_torch(config.threads, config.tf32)
+    device = None if config.engine == 'hf' else 'cpu'      # where a vLLM plays it has the GPU, until the critic is read
     policy, tokenizer, step = read_policy(run, checkpoint, device)
-    origin = origin_of(s.course, s.acting, s.host, s.critic)
-    stage = make_setup(s.task, s.acting, origin, config.seed, lambda line: None)
+    origin = origin_of(config)
+    stage = make_setup(config, origin, lambda line: None)
     chat, env, questions = stage.chat, stage.environments['test'], stage.questions['test']
     del stage                                                                    # and with it the model it began with
     base = lambda: load_model(origin.base, origin.dtype, device)[0]
-    *engines, stop = _engines(s.host, s.acting, origin, tokenizer, policy, base)
+    *engines, stop = _engines(config, origin, tokenizer, policy, base)
     critic = _read_critic(config.method, policy, origin, _checkpoint_of(run, checkpoint)[1])
-    metric = bound_method(s.course, s.task, s.learning.questions_per_step, chat).metric
-    return Agent(*engines, env, questions, metric, config.seed, s.acting.sampling, critic, config.row_tokens,
+    metric = bound_method(config, chat).metric
+    return Agent(*engines, env, questions, metric, config.seed, config.sampling, critic, config.row_tokens,
                  origin.base, ranks, stop), step
 
 # %% ../../nbs/experiments/75_competence.ipynb #c009
@@ -239,11 +238,11 @@ def _early_credit(run, until=_EARLY):  # folder of a run
             'that answer': len(answers)}
 
 # %% ../../nbs/experiments/75_competence.ipynb #n304
-def _asked_of_base(course, task, acting, host, base):
+def _asked_of_base(c, base):
     "All that an examination of a run's base, a folder or name, depends on."
-    metric = get_method(course.method).settings(course.options).get('metric')
-    return repr([base, metric, course.seed, acting.temperature, host.act_rows, host.engine,
-                 *(getattr(g, f.name) for g in (task, acting) for f in fields(g) if f.name != 'model')])
+    metric = get_method(c.method).settings(c.options).get('metric')
+    return repr([base, metric, c.seed, c.temperature, c.act_rows, c.engine,
+                 *(getattr(c, f.name) for group in (Task, Acting) for f in fields(group) if f.name != 'model')])
 
 # %% ../../nbs/experiments/75_competence.ipynb #k7505
 def _needs(run, checkpoint='best'):
@@ -269,8 +268,8 @@ def examine_run(
     run, say, bases = Path(run), say or (lambda line: print(line, flush=True)), {} if bases is None else bases
     if not ranks.once(lambda: _needs(run, checkpoint)): return read_summary(run)['competence']
     agent, step = open_agent(run, checkpoint, host, ranks)
-    tell, s = lambda part: say(f'{run.name}: {part}'), settings_of(_config_of(run, host))
-    asked = _asked_of_base(s.course, s.task, s.acting, s.host, agent.name)
+    tell = lambda part: say(f'{run.name}: {part}')
+    asked = _asked_of_base(_config_of(run, host), agent.name)
     try:
         if asked not in bases: bases[asked] = examine_base(agent, progress=tell)
         found = examine_agent(agent, progress=tell, base=bases[asked])
@@ -294,15 +293,15 @@ def examine_sets(
     run, say, config = Path(run), say or (lambda line: print(line, flush=True)), _config_of(run, host)
     how = {name: getattr(config, name) for name in options_in(Conversation)}
     choice = from_settings(Evaluation, {**how, 'seed': config.seed, 'questions': 500, **asked})
-    s, names, opened, found = settings_of(config), set_names(choice.data), {}, {}
+    names, opened, found = set_names(choice.data), {}, {}
     agent, step = open_agent(run, checkpoint, host, ranks)
     try:
         for name in names:
             (questions, _), (search, *_) = open_set(choice, name, opened)
             env = make_environment(agent.env.chat.tokenizer, search, choice)
             check_prompts(env, questions)
-            task = dataclasses.replace(s.task, data=name, path=None, world={}, regime=None)
-            metric = bound_method(s.course, task, s.learning.questions_per_step, env.chat).metric
+            of_name = dataclasses.replace(config, data=name, path=None, world={}, regime=None)
+            metric = bound_method(of_name, env.chat).metric
             part = dataclasses.replace(agent, questions=questions, env=env, metric=metric)
             of_set = lambda line, name=name: say(f'{run.name}, {name}: {line}')
             found[name] = plain_json({**examine_agent(part, progress=of_set), 'step': step})

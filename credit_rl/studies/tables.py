@@ -36,7 +36,7 @@ from ..parameters import make_parser
 from ..prepare import calibration_pairs, is_warmup
 from ..options import options_in
 from ..runlog import METRICS, is_stored, read_json, read_params, read_summary, read_turns, stored_folders
-from ..settings import GROUPS
+from ..settings import Acting, Course, CriticChoice, Learning, Mismatch, Task, TeacherChoice
 from ..setup import base_folder
 from ..trajectory import Group, trajectory_from_json
 from ..step_metrics import known_tiers
@@ -106,8 +106,8 @@ _APART = ('run', 'seed', 'resume', 'dry_run', 'path', 'row_tokens', 'method', 'o
 
 def _own_settings(params):
     "What a run's result depends on besides method, seed and host: dict name → text, of dicts `loss.entropy`."
-    groups = ('course', 'task', 'acting', 'mismatch', 'learning', 'critic', 'teacher')
-    names = ['model', *(n for g in groups for n in options_in(GROUPS[g]) if n not in _APART), 'measure']
+    groups = Course, Task, Acting, Mismatch, Learning, CriticChoice, TeacherChoice
+    names = ['model', *(n for g in groups for n in options_in(g) if n not in _APART), 'measure']
     plain = {n: _setting_value(params, n) if n == 'critic_from' else params[n] for n in names if n in params}
     flat = {'model': plain['model']} if 'model' in plain else {}
     flat |= {f'options.{k}': v for k, v in _run_options(params).items()}

@@ -15,13 +15,13 @@ from ..critics import CompetenceHead, LinearHead, auc
 from ..engine import seed_of
 from ..evaluate import bootstrap_interval
 from ..models import load_model
-from ..options import with_defaults
+from ..options import setting
 from ..outcome import outcome_rewards
 from ..parameters import (by_group, each_world, error_line, fill_names, from_settings, make_parser,
                                   read_settings)
 from ..rollout import RolloutSize, rollout
 from ..runlog import plain_json, read_json, stored_folders, write_json, writing
-from ..settings import GROUPS, Acting, Course, Task, check, make_config, settings_of
+from ..settings import Acting, Config, Task, check, make_config
 from ..setup import bound_method, make_engine, make_setup, origin_of
 from ..warmup import TierChoice, context_values, make_pairs, prompted, read_warmed, tiers
 
@@ -164,10 +164,10 @@ def asking_says(
 
 # %% ../../nbs/experiments/68_when_to_ask.ipynb #q034
 @dataclass(frozen=True)
-class AskingChoice(with_defaults(RolloutSize, asked=None, attempts=16), TierChoice):
+class AskingChoice(RolloutSize, TierChoice):
     "How much is played to find out whether asking can be learned."
-
-_COURSE = with_defaults(Course, run='runs/asking')
+    asked: int = setting(None, 'questions that are played; None: all', least=2)
+    attempts: int = setting(16, 'attempts at each', least=2)
 
 # %% ../../nbs/experiments/68_when_to_ask.ipynb #q034x3
 def _asked_of(settings, how):  # dict of a whole configuration, AskingChoice
@@ -195,19 +195,18 @@ def run_asking(
     if not (config.protocol or '').startswith('carl'):
         raise ValueError(f"wanted a protocol that leaves the choice, 'carl' or 'carl-tiny', got {config.protocol!r}")
     with writing(config.run) as folder:
-        s = settings_of(config)
-        origin = origin_of(s.course, s.acting, s.host, s.critic)
-        stage = make_setup(s.task, s.acting, origin, config.seed, say)
-        engine = make_engine(s.host, s.acting, origin.start, stage.model, stage.chat.tokenizer)
+        origin = origin_of(config)
+        stage = make_setup(config, origin, say)
+        engine = make_engine(config, origin.start, stage.model, stage.chat.tokenizer)
         env, there = stage.environments['dev'], stage.questions['dev']
         questions = random.Random(config.seed).sample(there, min(how.asked or len(there), len(there)))
-        metric = bound_method(s.course, s.task, s.learning.questions_per_step, stage.chat).metric
+        metric = bound_method(config, stage.chat).metric
         say(f'{len(questions)} questions, {how.tries} answers each without tools')
-        alone = rollout(engine, prompted(env, 'direct'), questions, how.tries, s.acting.sampling,
+        alone = rollout(engine, prompted(env, 'direct'), questions, how.tries, config.sampling,
                         seed_of('tiers', config.seed))
         known = (tiers(alone, metric) == 2).tolist()
         say(f'{sum(known)} are known; {how.attempts} attempts each with the choice')
-        groups = rollout(engine, env, questions, how.attempts, s.acting.sampling, seed_of('asking', config.seed))
+        groups = rollout(engine, env, questions, how.attempts, config.sampling, seed_of('asking', config.seed))
         asking, form = asking_values(groups, known, metric), form_auc(questions, known)
         bias = _read_bias(*_critic_of(config.critic_from), groups, known, metric) if config.critic_from else None
         said = asking_says(asking, bias, form)
@@ -224,7 +223,7 @@ def asking_settings(
     worlds=None,  # names of the worlds that are wanted; None: all
 ):
     "Settings of each question to be put, by world and seed: list of dict, each with a folder of its own."
-    shared = {'run': _COURSE.run, **{k: v for k, v in settings.items() if k not in ('worlds', 'methods')}}
+    shared = {'run': 'runs/asking', **{k: v for k, v in settings.items() if k not in ('worlds', 'methods')}}
     out = []
     for world, more in each_world(settings, worlds).items():
         for seed in seeds or [shared.get('seed', 0)]:
@@ -255,7 +254,7 @@ def main(arguments=None):
     parser.add_argument('--seeds', nargs='+', type=int, help='several, in folders of their own below run')
     parser.add_argument('--worlds', nargs='+', help='of those that the parameters name; all unless it is said')
     try:
-        given, more = read_settings(parser, arguments, by_group(AskingChoice, *(GROUPS | {'course': _COURSE}).values()))
+        given, more = read_settings(parser, arguments, by_group(AskingChoice, Config))
         own = {f.name for f in dataclasses.fields(AskingChoice)}
         how = from_settings(AskingChoice, {k: v for k, v in given.items() if k in own})
         wanted = asking_settings({k: v for k, v in given.items() if k not in own}, more.seeds, more.worlds)

@@ -84,10 +84,10 @@ def test_the_gate_of_a_response_counts_where_an_action_rose():
 
 def test_a_method_brings_the_term_and_settings_refuse_what_it_is_not():
     assert compose('outcome/group/all/llds').loss.llds == .1
-    from credit_rl.settings import make_config, settings_of
+    from credit_rl.settings import make_config
     from credit_rl.methods import get_method
-    s = settings_of(make_config({'model': 'data/tiny_base', 'loss': {'llds': .3, 'llds_gate': 'response'}}))
-    loss = s.learning.loss_of(get_method('tspo'))
+    s = make_config({'model': 'data/tiny_base', 'loss': {'llds': .3, 'llds_gate': 'response'}})
+    loss = s.loss_of(get_method('tspo'))
     assert (loss.llds, loss.llds_gate) == (.3, 'response')
     for wrong in ({'llds': -1.}, {'llds_gate': 'token'}):
-        with pytest.raises(ValueError): settings_of(make_config({'loss': wrong})).learning.loss_of(get_method('tspo'))
+        with pytest.raises(ValueError): make_config({'loss': wrong}).loss_of(get_method('tspo'))

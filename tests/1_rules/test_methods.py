@@ -24,7 +24,7 @@ from credit_rl.rollout import rollout
 from credit_rl.runlog import RunLog, latest_checkpoint, read_metrics
 from credit_rl.scoring import gold_templates
 from credit_rl.carl import segment_advantages
-from credit_rl.settings import check, make_config, settings_of
+from credit_rl.settings import check, make_config
 from credit_rl.setup import Setup
 from credit_rl.tiny import NOISY, act, tiny_environment
 from credit_rl.train import Run, read_memory, train, train_step
@@ -483,7 +483,7 @@ def a_run(world, folder, method, **changes):
     setup = Setup(chat, copy.deepcopy(model), {'train': list(land.questions)}, {'train': tiny_environment(land, chat)})
     config = make_config({'method': method, 'questions_per_step': 2, 'group_size': 2, 'log_kl': False, **changes})
     learner = learner_of(config, copy.deepcopy(model))
-    return Run(settings_of(config), setup, HFEngine(learner.scorer.model, chat.tokenizer), learner, RunLog(str(folder)))
+    return Run(config, setup, HFEngine(learner.scorer.model, chat.tokenizer), learner, RunLog(str(folder)))
 
 
 def test_dapo_asks_again(world, tmp_path):

@@ -890,11 +890,11 @@ def test_a_file_that_is_wrong_is_refused_by_its_field(tmp_path, text, message):
 
 
 def test_a_run_takes_a_file_and_refuses_what_is_neither(root, monkeypatch):
-    from credit_rl.settings import check, make_config, settings_of
+    from credit_rl.settings import check, make_config
     monkeypatch.chdir(root)
     base = {'data': 'real', 'model': 'data/tiny_base', 'passages': 1}
     config = make_config({**base, 'protocol': 'runs/params/protocols/short.yaml'})
     check(config)
-    assert settings_of(config).acting.max_turns == 4
+    assert config.max_turns == 4
     with pytest.raises(ValueError, match='no such file'): check(make_config({**base, 'protocol': 'nowhere.yaml'}))
-    with pytest.raises(ValueError, match="no protocol 'shrt'"): settings_of(make_config({**base, 'protocol': 'shrt'}))
+    with pytest.raises(ValueError, match="no protocol 'shrt'"): make_config({**base, 'protocol': 'shrt'})

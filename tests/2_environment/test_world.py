@@ -3,7 +3,7 @@ import hashlib
 
 import pytest
 
-from credit_rl.settings import check, make_config, settings_of
+from credit_rl.settings import check, make_config
 from credit_rl.setup import tiny_worlds
 from credit_rl.world import (RELATIONS, fact_chain, make_world, missing_facts, reachable, withdraw_pages, world_of)
 
@@ -66,7 +66,7 @@ def test_runs_of_other_seeds_may_meet_the_same_questions():
     for seed in (1, 2):
         config = make_config({'data': 'tiny', 'seed': seed, 'world': {'seed': 9}, 'model': 'data/tiny_base'})
         check(config)
-        asked[seed] = tiny_worlds(settings_of(config).task, seed)
+        asked[seed] = tiny_worlds(config, seed)
     assert asked[1] == asked[2] and asked[1]['dev'].seed == 9
 
 

@@ -1,13 +1,19 @@
 """A file of one's own questions and a folder of documents: what is read, who is trained on, and what is said of what was
 seen before."""
 import json
+import shutil
 
 import pytest
+import yaml
 
+from credit_rl.command import main as command
+from credit_rl.datasets import load_corpus
 from credit_rl.evaluate import Evaluation, open_set, train_keys
+from credit_rl.readers import Cutting, read_documents
+from credit_rl.retrieval import BM25
 from credit_rl.runlog import read_turns
 from credit_rl.sft import demos_main, main as sft_main
-from credit_rl.settings import check, make_config, settings_of
+from credit_rl.settings import check, make_config
 from credit_rl.setup import real_questions, real_search
 from gguf_files import small_llama
 
@@ -36,8 +42,8 @@ def words(place, root, **more):
 
 
 def parts(place, **more):
-    s = settings_of(make_config({'data': str(place / 'ports.jsonl'), 'corpus': str(place / 'pages'), **more}))
-    return {part: [q.text for q in found] for part, found in real_questions(s.task, s.course.seed).items()}
+    s = make_config({'data': str(place / 'ports.jsonl'), 'corpus': str(place / 'pages'), **more})
+    return {part: [q.text for q in found] for part, found in real_questions(s, s.seed).items()}
 
 
 def test_a_question_keeps_its_part_with_other_numbers_and_seeds(place):
@@ -47,9 +53,9 @@ def test_a_question_keeps_its_part_with_other_numbers_and_seeds(place):
 
 
 def test_documents_are_searched(place):
-    s = settings_of(make_config({'data': str(place / 'ports.jsonl'), 'corpus': str(place / 'pages'),
-                                 'cut': {'words': 3}}))
-    [found] = real_search(s.task, 'tspo').search(['lighthouse of Tessk'], 1)
+    s = make_config({'data': str(place / 'ports.jsonl'), 'corpus': str(place / 'pages'),
+                     'cut': {'words': 3}})
+    [found] = real_search(s, 'tspo').search(['lighthouse of Tessk'], 1)
     assert found[0].title == 'Tessk: Lighthouse' and len(found[0].text.split()) <= 3
 
 
@@ -84,3 +90,69 @@ def test_what_was_demonstrated_is_not_evaluated_without_a_word(place, root, tmp_
     with pytest.warns(UserWarning, match='was trained on'):
         open_set(Evaluation(data=str(tmp_path / 'ports.jsonl'), model=str(tmp_path / 'sft' / 'model'),
                             protocol='direct'), 'ports', {})
+
+
+# ---- credit-rl new ----
+
+def pdf(path, text):
+    "Write a PDF file of one page with a line of text, by hand."
+    stream = f'BT /F1 12 Tf 72 700 Td ({text}) Tj ET'.encode()
+    parts = [b'<</Type/Catalog/Pages 2 0 R>>', b'<</Type/Pages/Kids[3 0 R]/Count 1>>',
+             b'<</Type/Page/Parent 2 0 R/MediaBox[0 0 612 792]/Contents 4 0 R/Resources<</Font<</F1 5 0 R>>>>>>',
+             b'<</Length %d>>stream\n%s\nendstream' % (len(stream), stream), b'<</Type/Font/Subtype/Type1/BaseFont/Helvetica>>']
+    out, starts = b'%PDF-1.4\n', []
+    for number, part in enumerate(parts, 1):
+        starts.append(len(out))
+        out += b'%d 0 obj%s endobj\n' % (number, part)
+    table = b''.join(b'%010d 00000 n \n' % at for at in starts)
+    path.write_bytes(out + b'xref\n0 6\n0000000000 65535 f \n' + table + b'trailer<</Size 6/Root 1 0 R>>\nstartxref\n%d\n%%%%EOF'
+                     % len(out))
+
+
+def test_new_writes_settings_that_train_takes(place, capsys):
+    command(['new', str(place)])
+    out = place / 'credit.yaml'
+    assert f'credit-rl train --params {out}' in capsys.readouterr().out
+    config = make_config(yaml.safe_load(out.read_text()))
+    check(config)
+    assert (config.data, config.corpus, config.model) == tuple(str(place / x) for x in ('ports.jsonl', 'pages', 'model'))
+    assert all('#' in line for line in out.read_text().split('\n')[1:4])
+    with pytest.raises(SystemExit): command(['new', str(place)])
+    assert 'already' in capsys.readouterr().err
+    out.unlink()
+
+
+@pytest.mark.parametrize('name, words', [('more.csv', ('more.csv', 'ports.jsonl')), ('corpus.jsonl', ('pages', 'corpus.jsonl')),
+                                         ('other/config.json', ('other', 'model'))])
+def test_new_names_two_candidates_and_stops(place, capsys, name, words):
+    (place / name).parent.mkdir(exist_ok=True)
+    (place / name).write_text('{}')
+    try:
+        with pytest.raises(SystemExit): command(['new', str(place)])
+    finally: (place / name).unlink()
+    said = capsys.readouterr().err
+    assert all(word in said for word in ('2 ', *words)) and not (place / 'credit.yaml').exists()
+
+
+def test_new_without_documents_asks_directly_and_without_questions_refuses(tmp_path, capsys):
+    with pytest.raises(SystemExit): command(['new', str(tmp_path)])
+    assert 'no file of questions' in capsys.readouterr().err
+    (tmp_path / 'asked.jsonl').write_text('\n'.join(json.dumps({'question': f'{n}?', 'answer': n}) for n in range(9)))
+    command(['new', str(tmp_path)])
+    found = yaml.safe_load((tmp_path / 'credit.yaml').read_text())
+    assert found['protocol'] == 'direct' and 'corpus' not in found and 'fetch smollm2' in capsys.readouterr().out
+
+
+def test_an_index_of_a_folder_of_documents_is_what_corpus_finds(place, tmp_path, capsys):
+    "PDF among them, cut as asked for."
+    pytest.importorskip('pypdf')
+    pages = tmp_path / 'pages'
+    shutil.copytree(place / 'pages', pages)
+    pdf(pages / 'far.pdf', 'Zarn has two lighthouses on its northern pier')
+    [alone] = [text['text'] for _, text in read_documents(pages / 'far.pdf')]
+    assert alone == 'Zarn has two lighthouses on its northern pier'
+    command(['index', str(pages), str(tmp_path / 'index'), '--words', '5', '--by', 'words'])
+    passages = load_corpus('hotpotqa', pages, cut=Cutting('words', 5))
+    assert f'{len(passages)} passages' in capsys.readouterr().out
+    [found] = BM25.load(tmp_path / 'index').search(['Zarn lighthouses'], 1)
+    assert found[0].text == 'Zarn has two lighthouses on'

@@ -5,7 +5,7 @@ import torch
 pytest.importorskip('peft', reason='pip install credit_rl[train]')
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from credit_rl.settings import check, make_config, settings_of
+from credit_rl.settings import check, make_config
 from credit_rl.setup import add_lora, make_setup, merge_lora, origin_of
 
 BOTH = ({'target_modules': ['q_proj', 'lm_head']}, {'target_modules': ['embed_tokens']},
@@ -67,7 +67,7 @@ def test_a_merge_that_changes_logits_is_refused(gone_wrong, monkeypatch):
 
 @pytest.mark.parametrize('tokens, told', [(512, []), (99_999, ['max_tokens=99999, but the model has 512 positions'])])
 def test_it_is_said_that_rollouts_end_where_positions_do(tokens, told, root):
-    s, lines = settings_of(make_config({'model': str(root / 'data/tiny_base'), 'max_tokens': tokens, 'questions': 2,
-                                        'dev_questions': 1, 'test_questions': 1})), []
-    make_setup(s.task, s.acting, origin_of(s.course, s.acting, s.host, s.critic), 0, lines.append)
+    s, lines = make_config({'model': str(root / 'data/tiny_base'), 'max_tokens': tokens, 'questions': 2,
+                             'dev_questions': 1, 'test_questions': 1}), []
+    make_setup(s, origin_of(s), lines.append)
     assert [line.partition(':')[0] for line in lines if 'positions' in line] == told

@@ -36,7 +36,7 @@ from credit_rl.search_service import SearchServer
 from credit_rl.readers import Passage
 from credit_rl.runlog import (RunLog, latest_checkpoint, named_checkpoint, read_metrics, read_params, read_summary,
                               read_turns, same_metrics)
-from credit_rl.settings import Config, Keeping, make_config, settings_of
+from credit_rl.settings import Config, make_config
 from credit_rl.setup import plan_of
 from credit_rl.step_metrics import is_kept
 from credit_rl.train import begin_run, main, train
@@ -76,7 +76,7 @@ def test_of_the_best_checkpoint_the_weights_stay(tmp_path, monkeypatch):
     assert (step, last) == (0, 2) and [p.name for p in best.iterdir()] == ['weights.pt']
     size = lambda path: sum(p.stat().st_size for p in path.iterdir())
     config = make_config(read_params(folder))
-    promised = memory(read_sizes(config.model), plan_of(settings_of(config)))
+    promised = memory(read_sizes(config.model), plan_of(config))
     assert size(best) == pytest.approx(promised['best'], rel=.05) and size(newest) > 5 * size(best)
     summary, base = read_summary(folder), load_model(BASE, 'bfloat16', 'cpu')[0]
     assert summary['final'] == summary['base']
@@ -561,7 +561,7 @@ def test_a_dry_run_says_where_there_is_no_gpu(tmp_path, gpus):
 
 def lacking(config, needs):
     "What this host lacks for a run: list of str."
-    return dry_run.missing_room(Path(config.run), config.keep, training.settings_of(config).host, needs)
+    return dry_run.missing_room(Path(config.run), config.keep, config, needs)
 
 
 def test_a_dry_run_weighs_gpus_and_memory(tmp_path, gpus, monkeypatch):
@@ -684,9 +684,9 @@ def test_each_rank_gives_its_vllm_its_own_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, 'device_count', lambda: 8)
     monkeypatch.setenv('LOCAL_RANK', '2')
     def made(**given):
-        s = training.settings_of(training.make_config({
-            'model': BASE, 'engine': 'vllm', **given, 'vllm': {'untried': True, **given.get('vllm', {})}}))
-        return training.make_engine(s.host, s.acting, BASE, None, None)
+        s = training.make_config({
+            'model': BASE, 'engine': 'vllm', **given, 'vllm': {'untried': True, **given.get('vllm', {})}})
+        return training.make_engine(s, BASE, None, None)
     assert made(ranks=8, learner='deepspeed') == '2' and made() is None and made(
         vllm={'devices': '4,5', 'own_process': True}) == '4,5'
     with pytest.raises(ValueError, match="each of 8 ranks starts a vLLM of its own, and devices='4,5'"):
@@ -723,8 +723,8 @@ def test_an_estimate_counts_what_vllm_makes_the_learner_read():
     reading = lambda **given: float(
         re.search(
             r'reading ([0-9.e+-]+)', '\n'.join(
-                staging.forecast(training.settings_of(training.make_config({'model': BASE, 'method': 'grpo', 'kl': .01,
-                                                                            'tflops': 1, **given})))))[1])
+                staging.forecast(training.make_config({'model': BASE, 'method': 'grpo', 'kl': .01,
+                                                       'tflops': 1, **given}))))[1])
     assert reading(engine='vllm') == pytest.approx(2 * reading()) == reading(recompute=True)
     assert reading(recompute=True, measure=['entropy']) == pytest.approx(2 * reading())
     # a forward for belief, and behind each row of 192 up to 16 gold answers of 24 ids before each of four turns
@@ -734,8 +734,8 @@ def test_an_estimate_counts_what_vllm_makes_the_learner_read():
 def test_a_gradient_that_is_not_finite_ends_a_run_and_keeps_what_made_it(tmp_path, monkeypatch):
     "At step 3: the weights of step 2 are the newest; resumed so that it skips such updates, the run goes on."
     honest, run = training.correct_credit, tmp_path / 'run'
-    def too_large(mismatch, batch):
-        credit, metrics = honest(mismatch, batch)
+    def too_large(batch, *how):
+        credit, metrics = honest(batch, *how)
         large = credit.advantages.new_full(credit.advantages.shape, 1e38).where(batch.layout.trained, 0.)
         return (dataclasses.replace(credit, advantages=large) if steps.pop(0) == 3 else credit), metrics
     monkeypatch.setattr(training, 'correct_credit', too_large)
@@ -788,6 +788,26 @@ def test_a_collapsed_answer_rate_stops_the_run(monkeypatch, tmp_path):
     train({**settings, 'resume': True}, say=lines.append)
     assert results(tmp_path / 'run') == summary
     assert train({**settings, 'resume': True}) == tmp_path / 'run'
+
+
+def test_a_run_that_learns_nothing_says_so(monkeypatch, tmp_path):
+    "A model that babbles from the start: one loud line after five steps, with its cause, and the last line says it again."
+    monkeypatch.setattr(torch.cuda, 'is_available', lambda: False)
+    step = training.train_step
+
+    def wiped(run, number, *rest):
+        with torch.no_grad():
+            for p in run.setup.model.parameters(): p.zero_()
+        return step(run, number, *rest)
+    monkeypatch.setattr(training, 'train_step', wiped)
+    lines = []
+    settings = {**SHORT, 'run': str(tmp_path / 'run'), 'steps': 7, 'eval_every': 7, 'questions_per_step': 2, 'group_size': 2,
+                'log_kl': False}
+    train(settings, say=lines.append)
+    (loud,) = [line for line in lines if line.startswith('NOTHING IS LEARNED')]
+    assert 'no step of 5' in loud and 'answer_rate 0.00' in loud and 'credit-rl demos' in loud
+    assert lines[-1].startswith('nothing was learned') and 'no step of 7' in lines[-1]
+    assert results(tmp_path / 'run')['nothing_learned'] in lines[-1]
 
 
 # ---- what is recorded ----
@@ -852,7 +872,7 @@ def test_accepted_answers_that_are_not_scored_are_counted(tmp_path, monkeypatch,
     monkeypatch.setattr(training, 'play_step', with_answers)
     for step, many in ((1, True), (2, False)):
         metrics = training.train_step(run, step)
-        assert metrics.get('golds_left_out') == (3 * run.settings.learning.questions_per_step if many else None)
+        assert metrics.get('golds_left_out') == (3 * run.config.questions_per_step if many else None)
 
 
 def test_grpo_measures_the_gold_as_igpo_does(tmp_path):
@@ -973,9 +993,9 @@ def test_a_kept_potential_is_the_one_that_is_paid():
         method = get_method('tips').bind({'alpha': .5, 'reduce': reduce})
         rewards = method.model_rewards({'turns': torch.zeros(n, k), 'outcome': torch.zeros(n)}, layout, seen)
         kept, credit = [], Credit(layout.trained.float())
-        log, keeping = SimpleNamespace(turns=lambda step, rows: kept.extend(rows)), Keeping(log_rollouts=1)
+        log = SimpleNamespace(turns=lambda step, rows: kept.extend(rows))
         batch = Batch([group], {}, layout, torch.arange(n), rewards, seen, credit)
-        training.keep_rollouts(log, 1, batch, keeping)
+        training.keep_rollouts(log, 1, batch)
         assert len(kept) == n
         for row in kept:
             assert row['potential'] == pytest.approx([phi] * len(row['potential']))
@@ -1152,8 +1172,8 @@ def test_more_steps_keep_the_period_of_a_teacher(tmp_path):
     asked = dict(run=str(tmp_path), method='tips', critic='own', resume=True)
     (tmp_path / 'params.yaml').write_text('steps: 60\n')
     def look(**more):
-        s = settings_of(make_config({**asked, **more}))
-        return training._check_teacher(s.teacher, get_method('tips'), s.course)
+        s = make_config({**asked, **more})
+        return training._check_teacher(s, get_method('tips'))
     with pytest.raises(ValueError, match='every 24 steps; with steps=120 it would be every 48: give steps=60'):
         look(steps=120)
     assert look(steps=60) is None and look(steps=120, teacher_every=24) is None

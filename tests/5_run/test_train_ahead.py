@@ -56,7 +56,7 @@ def test_a_run_in_step_plays_nothing_in_advance(tmp_path, monkeypatch):
 
 def test_each_step_is_played_by_the_weights_before_the_one_it_was_played_in(begun):
     "Steps 1 and 2 by the base, step 3 by what step 1 made of it, step 4 by what step 2 made: played anew, id for id."
-    s, weights, played = begun.settings, [], []
+    s, weights, played = begun.config, [], []
     for step in (1, 2, 3):
         weights.append(copy.deepcopy(begun.setup.model))                # after step - 1
         metrics = train_step(begun, step)
@@ -67,9 +67,9 @@ def test_each_step_is_played_by_the_weights_before_the_one_it_was_played_in(begu
     for model, p in zip(weights, played):
         engine = HFEngine(model, begun.setup.chat.tokenizer, begun.engine.max_length)
         again = rollout(engine, begun.setup.environments['train'],
-                        draw_questions(begun.setup.questions['train'], s.learning.questions_per_step, p.step,
-                                       s.course.seed),
-                        s.learning.group_size, s.acting.sampling, seed_of(s.course.seed, p.step))
+                        draw_questions(begun.setup.questions['train'], s.questions_per_step, p.step,
+                                       s.seed),
+                        s.group_size, s.sampling, seed_of(s.seed, p.step))
         assert ids(again) == ids(p.groups)
 
 
@@ -155,7 +155,7 @@ def test_what_older_weights_sampled_is_weighed(tmp_path, monkeypatch, kind, limi
     run = begin_run(make_config({**AHEAD, 'correction': kind, 'limits': limits, 'run': str(tmp_path / 'run')}), quiet)
     found, honest = [], training.correct_credit
     monkeypatch.setattr(training, 'correct_credit',
-                        lambda *args: found.append((args[1], *honest(*args))) or found[-1][1:])
+                        lambda *args: found.append((args[0], *honest(*args))) or found[-1][1:])
     for step in (1, 2, 3): metrics = train_step(run, step)
     run.close()
     batch, credit, _ = found[-1]

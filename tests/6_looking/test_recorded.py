@@ -153,6 +153,5 @@ def test_a_tokenizer_that_is_not_the_run_s_is_noticed(tmp_path):
     with pytest.raises(NotKept, match='not the one that wrote'):
         token_texts([turn], recorded_tokenizer(recording))
     with pytest.raises(NotKept, match="'nobody/nothing' is neither"):
-        settings = recording.settings
-        acting = dataclasses.replace(settings.acting, model='nobody/nothing')
-        recorded_tokenizer(dataclasses.replace(recording, settings=dataclasses.replace(settings, acting=acting)))
+        settings = dataclasses.replace(recording.settings, model='nobody/nothing')
+        recorded_tokenizer(dataclasses.replace(recording, settings=settings))

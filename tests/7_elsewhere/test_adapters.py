@@ -715,6 +715,28 @@ def test_what_a_trainer_did_with_turn_rewards_is_said(made, words):
     assert table.earned.tolist() == [0., 0., 1., 0., .5, 0., 0., 0.] and table.tokens.sum() == 10
 
 
+def test_turn_ids_part_turns_that_a_mask_joins():
+    "Two turns side by side, the second with a hole: as if a token of the environment stood between."
+    apart = Arrays([[1, 1, 0, 1, 1], [1, 1, 0, 1, 1]], ['q', 'q'], [0., 0.], [[1., 0.], [0., .5]])
+    joined = replace(apart, mask=[[1, 1, 1, 0, 1], [1, 1, 1, 0, 1]], turn_ids=[[4, 4, 9, 9, 9]] * 2)
+    ours, wanted = (assign_arrays('igpo', x).advantages for x in (joined, apart))
+    torch.testing.assert_close(ours[:, [0, 1, 2, 4]], wanted[:, [0, 1, 3, 4]])
+    said, table = adapters.explain_advantages(joined, ours)
+    assert 'igpo on what each turn earned' in said and table.turn.tolist() == [0, 1, 0, 1]
+    assert table.tokens.tolist() == [2] * 4 and table.earned.tolist() == [1., 0., 0., .5]
+    with pytest.raises(ValueError, match='turn_ids'): replace(joined, turn_ids=[[1, 1]])
+    with pytest.raises(ValueError, match='earlier'): replace(joined, turn_ids=[[1, 2, 1, 1, 1]] * 2).token_turns
+
+
+def test_a_batch_with_turn_ids_in_a_file_is_explained(tmp_path, capsys):
+    rows = [{'response_mask': [1, 1, 1], 'turn_ids': [3, 3, 5], 'uid': 'q', 'advantages': [a, a, b],
+             'token_level_rewards': [0., r, end]} for r, end, a, b in ((1., 0., 1., 0.), (0., 0., -1., 0.))]
+    (tmp_path / 'batch.jsonl').write_text('\n'.join(map(json.dumps, rows)))
+    adapters.main([str(tmp_path / 'batch.jsonl')])
+    said = capsys.readouterr().out
+    assert 'what each turn earned' in said and len(said.split('\n')) == 1 + 1 + 4 + 1, said
+
+
 def test_a_batch_in_a_file_is_explained(tmp_path, capsys):
     rows = [{'response_mask': [1, 0, 1], 'uid': 'q', 'reward': r, 'turn_rewards': t, 'advantages': [a, 0., a]}
             for r, t, a in ((1., [0., 0.], 1.), (0., [1., 0.], -1.))]

@@ -4,6 +4,9 @@ made."""
 import asyncio
 import importlib.util
 import json
+import os
+import re
+import subprocess
 import sys
 import textwrap
 from types import ModuleType, SimpleNamespace
@@ -229,5 +232,35 @@ def test_no_page_of_a_trainer_is_left_out(root):
     texts = [''.join(c['source']) for c in cells if c['cell_type'] == 'markdown']
     sections = {s.split('\n')[0].strip('# ') for t in texts for s in t.split('\n## ') if '\n    from ' in s
                 or '\n    import ' in s}
-    assert sections == {'verl and SkyRL', 'Turn rewards in verl', 'OpenRLHF', 'slime', 'prime-rl and verifiers',
+    assert sections == {'A loop of your own', 'verl and SkyRL', 'Turn rewards in verl', 'OpenRLHF', 'slime', 'prime-rl and verifiers',
                         'AReaL', 'How to use it', 'In our environment', "Our search as TRL's environment"}
+
+
+# ---- a script beside a clone ----
+
+FINDER = """
+import importlib.util, sys
+from importlib.machinery import PathFinder
+
+class Installed:       # as an editable install has it: asked after the folders
+    @staticmethod
+    def find_spec(name, path=None, target=None):
+        if name == 'credit_rl':
+            return importlib.util.spec_from_file_location(name, ROOT + '/__init__.py', submodule_search_locations=[ROOT])
+
+sys.meta_path.insert(sys.meta_path.index(PathFinder) + 1, Installed)
+"""
+
+
+def test_the_script_for_a_loop_of_ones_own_runs_beside_a_clone(root, tmp_path):
+    "README says what a clone is called. In the folder above it the page's script imports the package, not the clone."
+    address, given = re.search(r'git clone .*?(\S+://\S+)(?: ([^\s&]+))?', (root / 'README.md').read_text()).groups()
+    (tmp_path / (given or address.split('/')[-1]) / 'credit_rl').mkdir(parents=True)
+    (tmp_path / 'site').mkdir()
+    (tmp_path / 'site' / 'sitecustomize.py').write_text(f'ROOT = {str(root / "credit_rl")!r}\n{FINDER}')
+    script = next(text for text in page(root, '80_adapters', 'A loop of your own') if 'assign_arrays' in text)
+    (tmp_path / 'credit.py').write_text(script)
+    env = {**os.environ, 'PYTHONPATH': str(tmp_path / 'site'), 'OMP_NUM_THREADS': '1'}
+    done = subprocess.run([sys.executable, 'credit.py'], cwd=tmp_path, env=env, text=True, stdin=subprocess.DEVNULL,
+                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=200)
+    assert done.returncode == 0 and 'tensor(' in done.stdout, done.stdout

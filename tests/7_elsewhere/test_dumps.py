@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from credit_rl.command import main
 from credit_rl.dumps import dump_credit, read_dump
 from credit_rl.trajectory import Result, Stop
 
@@ -253,3 +254,39 @@ def test_what_a_file_says_that_turns_earned_is_credited_by_the_formula():
     torch.testing.assert_close(dump_credit(dump, 'tspo'), torch.tensor([[1., 0.], [-1., 0.]]), atol=1e-4, rtol=0)
     with pytest.raises(ValueError, match='earned'): dump_credit(read_dump([row, row]), 'tspo')
     with pytest.raises(ValueError, match='reward'): dump_credit(read_dump([row | {'reward': None}] * 2), 'grpo')
+
+
+# ---- credit without training: the command ----
+
+def atif(reward, *earned):
+    "A trajectory of ATIF that has no accepted answers."
+    steps = [{'source': 'user', 'message': 'Mend it.'}] + [
+        {'source': 'agent', 'message': f'step {k}', 'extra': {'reward': x},
+         'observation': {'results': [{'content': 'ran'}]}} for k, x in enumerate(earned)]
+    return {'schema_version': 'ATIF-v1.7', 'steps': steps, 'extra': {'reward': reward, 'group_id': 'mend'}}
+
+
+def test_rollouts_without_golds_are_credited_by_what_they_earned(tmp_path, capsys):
+    path = tmp_path / 'rollouts.jsonl'
+    path.write_text('\n'.join(map(json.dumps, (atif(1., 0., 1.), atif(0., 0., 0.)))))
+    main(['assign', str(path), 'igpo'])
+    assert 'by what the file says' in capsys.readouterr().out
+    rows = [json.loads(line) for line in (tmp_path / 'rollouts.jsonl.igpo.jsonl').read_text().splitlines()]
+    assert [row['row'] for row in rows] == [1, 2] and rows[0]['advantages'][1] > rows[1]['advantages'][1]
+    torch.testing.assert_close(torch.tensor([row['advantages'] for row in rows]), dump_credit(read_dump(path), 'igpo'))
+    for arguments in (['assign', str(path)], ['assign', str(path), 'igpo', '--protocol', 'tipz']):
+        with pytest.raises(SystemExit): main(arguments)
+    assert 'golds' in capsys.readouterr().err
+
+
+def test_a_page_of_a_file_shows_rewards_and_says_what_rules_lack(tmp_path):
+    path = tmp_path / 'rollouts.jsonl'
+    path.write_text('\n'.join(map(json.dumps, (atif(1., 0., 1.), atif(0., 0., 0.)))))
+    main(['view', str(path), '--rules', 'grpo', 'tspo'])
+    page = path.with_suffix('.html').read_text()
+    assert '"earned":[0.0,1.0]' in page and page.count('needs accepted answers') >= 2
+    path.write_text(json.dumps({'input': 'Q?', 'output': CALL % 'a' + SEEN + DONE, 'gts': ['x'], 'score': 1.}) + '\n' +
+                    json.dumps({'input': 'Q?', 'output': CALL % 'b' + SEEN, 'gts': ['x'], 'score': 0.}))
+    main(['view', str(path), '--rules', 'grpo'])
+    page = path.with_suffix('.html').read_text()
+    assert 'needs accepted answers' not in page and '"credit":[[1.0,1.0]]' in page

@@ -161,7 +161,7 @@ def our_loop(case, small, own=False, lean=False):
     from credit_rl import train
     from credit_rl.engine import HFEngine
     from credit_rl.runlog import RunLog
-    from credit_rl.settings import make_config, settings_of
+    from credit_rl.settings import make_config
     from credit_rl.setup import Setup, make_learner, origin_of
     make, warm, steps = GAMES[case]
     game = make(small)
@@ -171,12 +171,11 @@ def our_loop(case, small, own=False, lean=False):
             questions_per_step=game.per_step, group_size=game.group, learning_rate=1e-6, minibatches=game.updates,
             turn_tokens=game.turn_tokens, gradient_checkpointing=lean,
             **({} if own else {'row_tokens': game.row_tokens})))
-        s = settings_of(config)
         setup = Setup(game.env.chat, game.model, {'train': game.questions}, {'train': game.env})
         engine = HFEngine(game.model, game.tokenizer, max_length=game.env.max_tokens)
         with RunLog(config.run) as log:
-            learner = make_learner(s, origin_of(s.course, s.acting, s.host, s.critic), game.model)
-            run = train.Run(s, setup, engine, learner, log, say=lambda line: None)
+            learner = make_learner(config, origin_of(config), game.model)
+            run = train.Run(config, setup, engine, learner, log, say=lambda line: None)
             outcome = run.method.rewards[0]
             earned = lambda groups, options: torch.tensor(
                 [game.reward(t.turns[-1].action_text, t.turns[-1].action_ids, g.question.answers)

@@ -19,7 +19,7 @@ from credit_rl.studies.regimes import BASES, RegimeBase, describe_play, main, me
 from credit_rl.rollout import rollout
 from credit_rl.runlog import METRICS as METRICS_OF_RUNS
 from credit_rl.scoring import answer_header, gold_templates
-from credit_rl.settings import check, make_config, settings_of
+from credit_rl.settings import check, make_config
 from credit_rl.tiny import (PERFECT, Player, WarmStart, act, act_coder, ceiling, demonstrations,
                             tiny_environment, tiny_model, tiny_tokenizer)
 from credit_rl.tools import Faults
@@ -251,9 +251,8 @@ def test_a_regime_fills_what_is_left():
     c = make_config({'regime': 'many-parts', 'seed': 30})
     assert (c.world, c.max_turns, c.max_tokens, c.turn_tokens) == (row.world, 7, row.max_tokens, row.turn_tokens)
     assert c.model == 'data/bases/many-parts-30' and vars(c)['regime'] == 'many-parts'
-    s = settings_of(c)
     for name in ('grpo', 'tspo'):
-        method = bound_method(s.course.__class__(method=name), s.task, 24)
+        method = bound_method(replace(c, method=name))
         assert method.options['metric'] == 'parts' and method.metric == 'em' and name in METHODS
     own = make_config({'regime': 'many-parts', 'world': {'parts': [3]}, 'max_turns': 4, 'model': 'some/model'})
     assert (own.world, own.max_turns, own.model) == ({'parts': [3]}, 4, 'some/model')

@@ -18,7 +18,7 @@ from credit_rl.options import options_in
 from credit_rl.evaluate import Evaluation, set_names
 from credit_rl.parameters import by_group, make_parser, read_settings
 from credit_rl.prepare import Warming
-from credit_rl.settings import GROUPS, data_sets, make_config
+from credit_rl.settings import Config, data_sets, make_config
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -58,8 +58,7 @@ def test_an_unknown_name_is_an_attribute_error():
 
 
 @pytest.mark.parametrize('verb, prefix, groups', [
-    ('train', '', GROUPS.values()), ('warmup', '', [Warming]), ('sft', '', GROUPS.values()),
-    ('evaluate', '', Evaluation.__bases__)])
+    ('train', '', [Config]), ('warmup', '', [Warming]), ('sft', '', [Config]), ('evaluate', '', [Evaluation])])
 def test_help_lists_every_setting_with_its_line(verb, prefix, groups, capsys):
     with pytest.raises(SystemExit) as end:
         main([verb, '--help'])
@@ -94,7 +93,7 @@ def test_an_unknown_verb_names_the_nearest():
 
 def test_a_verb_whose_package_is_missing_names_the_extra(monkeypatch):
     def missing(arguments): raise ModuleNotFoundError("No module named 'faiss'", name='faiss')
-    monkeypatch.setattr('credit_rl.view.main', missing)
+    monkeypatch.setattr('credit_rl.dumps.view_main', missing)
     with pytest.raises(SystemExit, match=r'credit-rl view: .*credit_rl\[dense\]'): main(['view', 'runs/x'])
 
 
@@ -169,7 +168,7 @@ def read(*typed):
     parser = make_parser('x', 'About.')
     parser.add_argument('--methods', nargs='+')
     parser.add_argument('--out')
-    return read_settings(parser, list(typed), by_group(*GROUPS.values()))
+    return read_settings(parser, list(typed), by_group(Config))
 
 
 @pytest.mark.parametrize('typed', [
@@ -229,3 +228,10 @@ def test_an_interrupt_ends_in_a_line(module, function, words, tmp_path, monkeypa
     monkeypatch.setattr(importlib.import_module(f'credit_rl.{module}'), function, interrupted)
     with pytest.raises(SystemExit) as ended: main([word.replace('OUT', str(tmp_path / 'out')) for word in words])
     assert ended.value.code == 130 and 'interrupted; the same command begins anew' in capsys.readouterr().err
+
+
+def test_a_model_is_exported_into_its_run_unless_a_folder_is_named(monkeypatch, capsys):
+    monkeypatch.setattr('credit_rl.export.export_run', lambda run, folder, checkpoint: folder)
+    main(['export', 'runs/x'])
+    main(['export', 'runs/x', 'models/y'])
+    assert capsys.readouterr().out == f'{Path("runs/x/model")}\nmodels/y\n'

@@ -13,7 +13,7 @@ import yaml
 
 from credit_rl.estimate import likely_load, memory, read_sizes, step_seconds
 from credit_rl.runlog import latest_checkpoint, read_metrics, same_metrics
-from credit_rl.settings import make_config, settings_of
+from credit_rl.settings import make_config
 from credit_rl.setup import load_of, plan_of
 from credit_rl.train import train
 
@@ -93,11 +93,11 @@ def test_two_ranks_start_again_save_when_told_and_go_on(tmp_path, whole):
 
 def test_host_files_leave_time_for_a_step_and_its_save():
     "As the estimate has them: what Slurm's warning and Kubernetes' patience give is what the run's own setting gives."
-    s = settings_of(make_config(yaml.safe_load((ROOT / 'runs/params/tspo_qwen2.5_7b.yaml').read_text())))
-    sizes, plan = read_sizes(s.acting.model), plan_of(s)
+    s = make_config(yaml.safe_load((ROOT / 'runs/params/tspo_qwen2.5_7b.yaml').read_text()))
+    sizes, plan = read_sizes(s.model), plan_of(s)
     takes = memory(sizes, plan)['checkpoint'] / 2e9 + sum(
-        step_seconds(sizes, plan, likely_load(load_of(s), []), s.host.tflops).values())
+        step_seconds(sizes, plan, likely_load(load_of(s), []), s.tflops).values())
     slurm = (ROOT / 'runs/hosts/slurm.sh').read_text()
     *_, job = yaml.safe_load_all((ROOT / 'runs/hosts/kubernetes.yaml').read_text())
     patience = job['spec']['template']['spec']['terminationGracePeriodSeconds']
-    assert f'--signal=USR1@{patience}\n' in slurm and patience == s.host.grace > takes
+    assert f'--signal=USR1@{patience}\n' in slurm and patience == s.grace > takes

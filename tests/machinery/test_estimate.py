@@ -14,7 +14,7 @@ from credit_rl.layout import HeadPieces, head_logps, pack
 from credit_rl.learner import Learner, Optimiser
 from credit_rl.parts import Credit, Loss
 from credit_rl.scoring import AnswerTemplate
-from credit_rl.settings import make_config, settings_of
+from credit_rl.settings import make_config
 from credit_rl.setup import add_lora, plan_of
 from credit_rl.trajectory import Group, Question, Stop, Trajectory, Turn
 from peak import Peak
@@ -161,7 +161,7 @@ def test_a_checkpoint_holds_the_masters(dtype, tmp_path):
 
 def test_the_numbers_are_those_of_the_modules():
     assert TrainingPlan.piece == HeadPieces.budget
-    plan = plan_of(settings_of(make_config(dict(max_tokens=1000, questions_per_step=100, act_rows=256))))
+    plan = plan_of(make_config(dict(max_tokens=1000, questions_per_step=100, act_rows=256)))
     assert plan.prompts == HFEngine(model()[0], FakeTokenizer()).read_tokens < plan.acting
     policy, sizes = model(words=50)
     for budget in (2 ** 10, 2 ** 20):
@@ -176,7 +176,7 @@ class FakeTokenizer:
 
 
 def test_a_run_says_what_its_forwards_are():
-    plan = lambda **settings: plan_of(settings_of(make_config(dict(max_tokens=200, **settings))))
+    plan = lambda **settings: plan_of(make_config(dict(max_tokens=200, **settings)))
     assert (plan().length, plan().rows, plan().branches) == (200, 1, 0)
     carl = dict(method='carl', protocol='carl-tiny', max_turns=9)
     assert plan(**carl).rows == 9 and plan(**carl).branches == 0
@@ -198,7 +198,7 @@ def test_speed_is_measured_in_the_runs_own_numbers(dtype, wanted, monkeypatch):
         return {torch.float32: 1., torch.bfloat16: 4.}[dtype]
     monkeypatch.setattr(dry_run, 'measure_tflops', measured)
     for tf32 in (None, True):
-        host = settings_of(make_config(dict(tf32=tf32))).host
+        host = make_config(dict(tf32=tf32))
         tflops, line = dry_run.rank_tflops(host, dtype)
         assert tflops == wanted and f'measured on this host in {dtype}: {wanted:.3g} TFLOP/s' in line
     assert seen == ['highest', 'high'] and torch.get_float32_matmul_precision() == 'highest'

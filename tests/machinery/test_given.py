@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from credit_rl.options import Option, options_in
 from credit_rl.parameters import by_group, make_parser, notebook_settings, read_settings
-from credit_rl.settings import GROUPS, Config, make_config, read_parameters
+from credit_rl.settings import Config, make_config, read_parameters
 
 MODEST = {int: lambda rng: rng.randrange(1, 9), float: lambda rng: rng.choice([.5, 2 ** -20, 1.]),
           bool: lambda rng: rng.random() < .5, str: lambda rng: rng.choice(['runs/mine', 'a b', 'runs/try #5']),
@@ -72,7 +72,7 @@ def test_values_of_other_kinds_reach_a_run_as_pythons_own():
 
 # ---- what is typed on a command line ----
 
-def typed(*words): return read_settings(make_parser('run', 'Run.'), list(words), by_group(*GROUPS.values()))[0]
+def typed(*words): return read_settings(make_parser('run', 'Run.'), list(words), by_group(Config))[0]
 
 
 @settings(max_examples=60, deadline=None)

@@ -34,7 +34,7 @@ def asked(folder, rank, lora):
         name = 'layer.q_proj.lora_A.default.weight' if trained else 'layer.q_proj.weight'
         return {name: torch.ones(2, 2)} if here else {}
     engine = Writes()
-    hand_over(SimpleNamespace(weights=weights), engine, SimpleNamespace(engine='vllm', lora=lora), Ranks(rank, 4))
+    hand_over(SimpleNamespace(weights=weights), engine, 'vllm', lora, Ranks(rank, 4))
     torch.save((asks, engine.written, engine.read, engine.folder, os.path.exists(engine.folder)),
                Path(folder) / f'{rank}.pt')
     torch.distributed.barrier()

@@ -21,7 +21,7 @@ from credit_rl.export import export_run, read_policy
 from credit_rl.launch import LaunchError, is_rank
 from credit_rl.models import load_model
 from credit_rl.runlog import latest_checkpoint, read_metrics, read_params, read_turns, same_metrics
-from credit_rl.settings import check, make_config, settings_of
+from credit_rl.settings import check, make_config
 from credit_rl.setup import plan_of
 from credit_rl.train import train
 
@@ -279,7 +279,7 @@ def test_a_run_on_one_rank_makes_no_rank_of_what_comes_next(runs):
 def test_a_checkpoint_is_as_large_as_was_estimated(runs, kind):
     written = sum(p.stat().st_size for p in latest_checkpoint(runs(kind))[1].rglob('*') if p.is_file())
     config = make_config({**SHORT, **{**KINDS, **TEACHERS}[kind]})
-    promised = memory(read_sizes(config.model), plan_of(settings_of(config)))['checkpoint']
+    promised = memory(read_sizes(config.model), plan_of(config))['checkpoint']
     assert written == pytest.approx(promised, rel=.05)
 
 

@@ -16,7 +16,7 @@ import yaml
 
 from credit_rl.launch import Ranks, check_alike, check_hosts, missing_for_hosts
 from credit_rl.runlog import latest_checkpoint, read_metrics, same_metrics
-from credit_rl.settings import GROUPS, check, make_config
+from credit_rl.settings import Config, check, make_config
 from credit_rl.parameters import by_group, make_parser, read_settings
 from credit_rl.train import train
 
@@ -189,7 +189,7 @@ def test_a_file_of_the_launcher_that_a_host_does_not_see_is_named(tmp_path, monk
     for name in ('RANK', 'WORLD_SIZE', 'MASTER_ADDR'): monkeypatch.setenv(name, '1')
     parser = make_parser('credit_rl.train', '')
     with pytest.raises(FileNotFoundError, match=f'{socket.gethostname()} does not see .*launch.yaml'):
-        read_settings(parser, ['--params', str(tmp_path / 'launch.yaml')], by_group(*GROUPS.values()))
+        read_settings(parser, ['--params', str(tmp_path / 'launch.yaml')], by_group(Config))
 
 
 def test_one_rank_leaves_nothing_in_its_folder(tmp_path):
@@ -288,7 +288,7 @@ def test_an_endpoint_that_is_not_known_here_is_said_before_a_run(tmp_path):
 def checked(arguments):
     "The settings of a command, checked but for vLLM, which this host need not have: dict."
     assert arguments[:2] == ['credit-rl', 'train']
-    settings = read_settings(make_parser('credit_rl.train', ''), arguments[2:], by_group(*GROUPS.values()))[0]
+    settings = read_settings(make_parser('credit_rl.train', ''), arguments[2:], by_group(Config))[0]
     check(make_config({**settings, 'engine': 'hf', 'vllm': {}}))
     return settings
 

@@ -25,7 +25,7 @@ from credit_rl.readers import Passage
 from credit_rl.retrieval import BM25, Retriever
 from credit_rl.search_service import (Patience, SearchCache, SearchClient, SearchError, SearchLost, SearchServer, build,
                                       is_kept_searches, open_retriever, read_corpus, search_app)
-from credit_rl.settings import Task, group_of, make_config, settings_of
+from credit_rl.settings import make_config
 from credit_rl.setup import real_search
 from credit_rl.tools import PythonTool, SearchTool
 from credit_rl.train import MAY_CHANGE
@@ -246,7 +246,7 @@ def test_a_run_says_how_long_a_server_is_waited_for(canned, monkeypatch):
     monkeypatch.setattr(search_service.time, 'sleep', pauses.append)
     down, up = [(503, b'starting')] * 5, (200, b'{"result": [[]]}')
     url, asked = canned(*down, up)
-    task = group_of(Task, make_config({'data': 'nq', 'corpus': url, 'patience': {'tries': 6, 'pause': 10}}))
+    task = make_config({'data': 'nq', 'corpus': url, 'patience': {'tries': 6, 'pause': 10}})
     assert (client := real_search(task, 'tspo')).tries == 6 and len(asked) == 6 and pauses == [10, 20, 40, 80, 160]
     assert (client.seconds, client.batch) == (30, 1024)
     url, asked = canned(*down, up)
@@ -256,7 +256,7 @@ def test_a_run_says_how_long_a_server_is_waited_for(canned, monkeypatch):
     with pytest.raises(ConnectionError, match='answered 503'): open_search('nq', corpus=url)
     assert len(asked) == 3
     with pytest.raises(ValueError, match="patience has no option 'trys'; did you mean 'tries'"):
-        settings_of(make_config({'patience': {'trys': 6}}))
+        make_config({'patience': {'trys': 6}})
     assert 'patience' in MAY_CHANGE and 'dense' not in MAY_CHANGE           # a run that lost its server is gone on with
 
 

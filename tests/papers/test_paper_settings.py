@@ -38,7 +38,7 @@ from credit_rl.retrieval import BM25
 from credit_rl.tiny import tiny_model, tiny_tokenizer
 from credit_rl.runlog import latest_checkpoint, read_json, read_metrics, read_turns
 from credit_rl.scoring import Schema, read_schema
-from credit_rl.settings import check, make_config, scored_schemas, settings_of
+from credit_rl.settings import check, make_config, scored_schemas
 from credit_rl.setup import plan_of
 from credit_rl.train import train
 from credit_rl.trajectory import example_group
@@ -306,7 +306,7 @@ def test_a_baseline_has_the_loss_of_its_own_row(name):
     whole rollouts, and the others average over the tokens of a mini-batch."""
     config = make_config(settings(name))
     method = get_method(OTHERS[name])
-    assert settings_of(config).learning.loss_of(method) == replace(method.loss, kl=.001, entropy=0.)
+    assert config.loss_of(method) == replace(method.loss, kl=.001, entropy=0.)
     narrow = OTHERS[name] == 'gspo'
     assert (method.loss.clip_low < .001) == narrow == (method.loss.average != 'token-mean')
 
@@ -334,7 +334,7 @@ def test_the_head_has_the_command_that_starts_it(name):
 @pytest.mark.parametrize('name', FILES)
 def test_vllm_acts_asleep_while_the_rank_learns(name):
     config = make_config(settings(name))
-    assert config.engine == 'vllm' and plan_of(settings_of(config)).copies and plan_of(settings_of(config)).sleeps
+    assert config.engine == 'vllm' and plan_of(config).copies and plan_of(config).sleeps
     if not torch.cuda.is_available():
         with pytest.raises(ValueError, match='vLLM frees memory on CUDA'): check(config)
 
@@ -346,7 +346,7 @@ def test_a_dry_run_weighs_vllm_against_the_learner(tmp_path, monkeypatch):
     config = make_config(
         dict(run=str(tmp_path / 'run'), engine='vllm', vllm={'arguments': {'gpu_memory_utilization': .8}}))
     needs = dict.fromkeys(('weights', 'gradients', 'optimiser'), 1e6) | {'rank': 5e6, 'checkpoint': 1}
-    lacking = lambda config: missing_room(tmp_path, config.keep, settings_of(config).host, needs)
+    lacking = lambda config: missing_room(tmp_path, config.keep, config, needs)
     assert [w.partition(':')[0] for w in lacking(config)] == [
         "GPU 0 has 0.0 GB, of which vLLM takes 0.0 GB, but 0.0 GB are the learner's"]
     assert lacking(replace(config, vllm={'arguments': {'gpu_memory_utilization': .6}})) == []
@@ -392,7 +392,7 @@ def unsaid(text, host=True):
 def test_models_that_are_only_read_are_counted(changes, frozen, aside):
     """A reference that the policy has under its low-rank additions is no second model; one in the host's memory only
     visits; a frozen critic's backbone is one more."""
-    plan = plan_of(settings_of(make_config({'method': 'grpo', 'model': 'data/tiny_base', **changes})))
+    plan = plan_of(make_config({'method': 'grpo', 'model': 'data/tiny_base', **changes}))
     assert (plan.frozen, plan.aside) == (frozen, aside)
 
 
@@ -489,7 +489,7 @@ def test_the_job_of_the_page_on_gpus_is_priced_by_its_dry_run(sizes):
     "The page's figures are the dry run's: a rank's memory, a checkpoint."
     file, page = ROOT / 'runs/params/search_r1_grpo_qwen3_1.7b.yaml', (ROOT / 'nbs/on_gpus.md').read_text()
     config = make_config(yaml.safe_load(file.read_text()))
-    needs = memory(sizes[config.model], plan_of(settings_of(config)))
+    needs = memory(sizes[config.model], plan_of(config))
     assert f"learns in {needs['rank'] / 1e9:.0f} GB" in page
     assert f"a checkpoint is {needs['checkpoint'] / 1e9:.0f} GB" in page
 
@@ -497,7 +497,7 @@ def test_the_job_of_the_page_on_gpus_is_priced_by_its_dry_run(sizes):
 @pytest.mark.parametrize('name', FILES)
 def test_a_setting_fits_its_papers_host(name, sizes):
     config = make_config(settings(name))
-    needs = memory(sizes[config.model], plan_of(settings_of(config)))
+    needs = memory(sizes[config.model], plan_of(config))
     assert needs['rank'] < .9 * next(size for start, size in GPU.items() if name.startswith(start)), {
         k: f'{v / 1e9:.1f} GB' for k, v in needs.items()
     }

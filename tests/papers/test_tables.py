@@ -23,7 +23,7 @@ from credit_rl.studies.papers import (ABSENT, ENTRIES, LAST, Entry, count_states
 from credit_rl.parameters import by_group, from_settings, make_parser, read_settings
 from credit_rl.prepare import prepare
 from credit_rl.runlog import RunLog, read_metrics, read_turns
-from credit_rl.settings import GROUPS, make_config
+from credit_rl.settings import Config, make_config
 from credit_rl.setup import tiny_worlds
 from credit_rl.studies.tables import DRAWINGS, draw_entry, entry_lines, gain_table, setting_gaps, settings_table, sort_folders
 from credit_rl.tiny import NOISY_CODER, act_coder, memory_of, tiny_model, tiny_tokenizer
@@ -134,7 +134,7 @@ def test_the_numbers_are_those_of_the_papers_texts():
 def settings_in(words):
     "The settings of a command credit-rl VERB, and of files that it names."
     parser = make_parser('x', 'About.')
-    settings, _ = read_settings(parser, words, by_group(*GROUPS.values(), *Evaluation.__bases__))
+    settings, _ = read_settings(parser, words, by_group(Config, Evaluation))
     return settings
 
 

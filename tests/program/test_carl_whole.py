@@ -41,7 +41,7 @@ from credit_rl.rollout import rollout
 from credit_rl.prepare import calibration_pairs, gate_table, make_warming, prepare, warmup_table
 from credit_rl.tiny import NOISY_CODER, PERFECT_CODER, act_coder, memory_of, tiny_environment
 from credit_rl.world import world_of
-from credit_rl.settings import check, make_config, settings_of
+from credit_rl.settings import check, make_config
 from credit_rl.setup import tiny_worlds
 from credit_rl.train import train
 from credit_rl.trajectory import (example_group, Group, Question, Result, Stop, to_json, Trajectory,
@@ -162,8 +162,7 @@ def test_each_set_trains_and_is_evaluated_by_programs(spoken, rows, tmp_path, na
 
 def metric_of(config):
     "What a run by CARL is scored by."
-    s = settings_of(config)
-    return staging.bound_method(s.course, s.task, s.learning.questions_per_step).metric
+    return staging.bound_method(config).metric
 
 
 def test_sets_that_are_scored_differently_train_together(spoken, rows, tmp_path):
@@ -227,14 +226,14 @@ def test_a_checkpoint_is_the_best_by_what_the_data_are_scored_by(monkeypatch):
     monkeypatch.setattr(training, 'evaluate', lambda *a, **k: (None, [Group(t.question, [t])]))
     for data, best in (('gsm8k', 0.), ('hotpotqa+gsm8k', 0.), ('hotpotqa', 1.), ('tiny', 1.)):
         run, logged, named = object.__new__(training.Run), {}, []
-        s = run.settings = settings_of(make_config({'data': data, 'method': 'carl', 'protocol': 'carl'}))
-        run.memory, run.metric = {'best': -1., 'best_step': 0}, staging.bound_method(s.course, s.task, 4).metric
+        s = run.config = make_config({'data': data, 'method': 'carl', 'protocol': 'carl'})
+        run.memory, run.metric = {'best': -1., 'best_step': 0}, staging.bound_method(s).metric
         run.segments, run.learner = True, SimpleNamespace(critic=None)              # so there is no gate to be read
         setup = SimpleNamespace(questions={'dev': [t.question]}, environments={'dev': None})
         run.log, run.checkpoint = SimpleNamespace(
             timed=lambda part: contextlib.nullcontext(),
             metrics=lambda step, **m: logged.update(m)), lambda step, name: named.append(name)
-        run.actor = training.Actor(None, setup, s.acting, s.learning, s.host, 0, Ranks(), run.log)
+        run.actor = training.Actor(None, setup, s.sampling, 4, 8, 0, Ranks(), run.log)
         assert training._evaluate_dev(run, 3, {}) == 1 and run.memory['best'] == best and logged['dev_em'] == 1
         assert logged.get('dev_right', 1.) == best and ('dev_right' in logged) == ('gsm8k' in data)
 
@@ -247,13 +246,13 @@ def test_a_checkpoint_is_the_best_by_word_f1_where_a_run_says_so(chosen_by, best
     monkeypatch.setattr(training, 'evaluate', lambda *a, **k: (None, [Group(question, [
         dataclasses.replace(t, question=question, answer=next(answers))])]))
     run, logged = object.__new__(training.Run), []
-    s = run.settings = settings_of(make_config({'method': 'igpo', 'chosen_by': chosen_by}))
+    s = run.config = make_config({'method': 'igpo', 'chosen_by': chosen_by})
     run.memory, run.metric, run.segments = {'best': -1., 'best_step': 0}, 'em', False
     run.log = SimpleNamespace(timed=lambda part: contextlib.nullcontext(),
                               metrics=lambda step, **m: logged.append(m['dev_f1']))
     run.checkpoint = lambda step, name: None
     setup = SimpleNamespace(questions={'dev': [question]}, environments={'dev': None})
-    run.actor = training.Actor(None, setup, s.acting, s.learning, s.host, 0, Ranks(), run.log)
+    run.actor = training.Actor(None, setup, s.sampling, 4, 8, 0, Ranks(), run.log)
     for at in (1, 2): training._evaluate_dev(run, at, {})
     assert (run.memory['best'], run.memory['best_step'], logged) == (best, step, [0., .8])
 
@@ -777,7 +776,7 @@ def test_three_questions_in_ten_are_looked_up_in_another_corpus(spoken, rows, tm
 def test_without_another_corpus_the_same_search_has_holes(model, more, share):
     config = make_warming({**WARM, 'model': model, **more})
     env = setup_of(config).environments['dev']
-    other = preparing._elsewhere(config, settings_of(config).task, env)
+    other = preparing._elsewhere(config, env)
     there, elsewhere = env.tool.search.retriever, other.tool.search.retriever
     names = [page.title for page in there.passages]
     missed = [elsewhere.search([n], 1) != there.search([n], 1) for n in names]

@@ -27,7 +27,7 @@ from credit_rl.models import find_model, load_model, local_folder
 from credit_rl.parameters import notebooks_in
 from credit_rl.parts import Loss
 from credit_rl.runlog import FolderInUse, Hold, RunFolders, RunLog, RunPaths
-from credit_rl.settings import make_config, settings_of
+from credit_rl.settings import make_config
 from credit_rl.setup import forecast
 from credit_rl.train import train
 from credit_rl.trajectory import Group
@@ -424,7 +424,7 @@ def test_too_few_positions_are_not_told_to_raise_max_tokens_alone(spoken):
 
 
 def test_room_is_told_in_a_unit_that_shows_it():
-    host = settings_of(make_config({})).host
+    host = make_config({})
     (line, *_) = dry_run.missing_room(Path('/proc'), 2, host, {'rank': 0, 'host': 0, 'checkpoint': 5e6})
     assert line == '/proc has 0 MB free, but 3 checkpoints take 15 MB'
 
@@ -457,8 +457,8 @@ def test_the_estimate_measures_what_this_host_does(monkeypatch):
     "Not a GPU's 100 TFLOP/s on a processor, which does a thousandth of it."
     monkeypatch.setattr(dry_run, 'measure_tflops', lambda dtype: .05)
     monkeypatch.setattr(torch.cuda, 'is_available', lambda: False)
-    *_, step, likely, taken = forecast(settings_of(make_config({'model': BASE})))
-    *_, given, _, said = forecast(settings_of(make_config({'model': BASE, 'tflops': 50})))
+    *_, step, likely, taken = forecast(make_config({'model': BASE}))
+    *_, given, _, said = forecast(make_config({'model': BASE, 'tflops': 50}))
     seconds = [float(re.search(r'be: ([0-9.e+-]+) s', line)[1]) for line in (step, given)]
     assert seconds[0] > 1.5 * seconds[1]
     assert 'measured on this host in float32: 0.05 TFLOP/s' in taken and 'taking 50 TFLOP/s' in said

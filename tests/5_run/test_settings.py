@@ -1,0 +1,47 @@
+"Settings are plain classes that one can read, and a new one is a line in one place."
+import dataclasses
+import inspect
+from dataclasses import dataclass
+
+import pytest
+
+from credit_rl import settings
+from credit_rl.evaluate import Evaluation
+from credit_rl.options import SettingsGroup, options_in, setting
+from credit_rl.parameters import by_group, from_settings, make_parser, notebook_settings, read_settings
+from credit_rl.prepare import Warming
+from credit_rl.settings import Config, make_config
+
+
+@pytest.mark.parametrize('whole', [Config, Warming, Evaluation])
+def test_every_field_stands_in_the_source_of_a_class(whole):
+    "No class is generated: its source can be shown, and each field is a line of one of them."
+    sources = [inspect.getsource(group) for group in whole.__mro__ if issubclass(group, SettingsGroup)]
+    for name in options_in(whole):
+        assert any(f'    {name}: ' in source for source in sources), name
+    assert whole.__dataclass_params__.frozen and not whole.__module__.startswith('types')
+
+
+def test_a_new_setting_is_one_line():
+    "It is read from a file's dict, a notebook and a command line, listed by --help, stored, and refused out of its range."
+    @dataclass(frozen=True)
+    class Keeping(settings.Keeping):
+        "What is measured and kept."
+        photos: int = setting(3, 'pictures of each step', least=0)
+
+    new = dataclasses.make_dataclass('New', [], bases=(Keeping, *Config.__bases__[1:]), frozen=True)
+    assert set(options_in(new)) - set(options_in(Config)) == {'photos'}
+    groups = by_group(new)
+    assert 'photos' in groups['What is measured and kept'] and len(groups) == len(by_group(Config))
+    typed, _ = read_settings(make_parser('run', 'Run.'), ['photos=5', 'method=grpo'], groups)
+    assert from_settings(new, typed).photos == 5 == from_settings(new, notebook_settings({'photos': 5}, new)).photos
+    assert vars(new())['photos'] == 3
+    with pytest.raises(ValueError, match='photos must be at least 0'): new(photos=-1)
+    with pytest.raises(ValueError, match="did you mean 'photos'"): from_settings(new, {'fotos': 1})
+
+
+def test_a_config_is_each_of_its_groups():
+    config = make_config({'method': 'grpo', 'prompt_tokens': 100, 'response_tokens': 28, 'minibatches': 3})
+    assert all(isinstance(config, group) for group in Config.__bases__)
+    assert (config.max_tokens, config.optimiser.minibatches) == (128, 3) and config.sampling.max_tokens == 24
+    assert dataclasses.replace(config, max_tokens=None).max_tokens == 128
