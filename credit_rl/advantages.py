@@ -253,8 +253,8 @@ def gigpo(
     valid, to_go = measured(rewards, turn_mask), discounted_sum(widen(rewards), turn_mask, gamma)
     total = torch.where(turn_mask, widen(rewards), 0.0).sum(1)
     episode = group_normalize(total, groups, ddof=ddof, eps=eps, scale=scale, least=least)
-    pair = torch.stack([index[:, None].expand_as(anchors), anchors], -1).view(-1, 2)
-    cell = pair.unique(dim=0, return_inverse=True)[1]
+    known, number = anchors.unique(return_inverse=True)
+    cell = (index[:, None] * len(known) + number).flatten().unique(return_inverse=True)[1]
     step = standardize(to_go.flatten(), cell, valid.flatten(), ddof, eps, scale, least).view(rewards.shape)
     return cast_like(torch.where(valid, episode[:, None] + step_weight * step, 0.0), rewards)
 

@@ -28,7 +28,7 @@ from .settings import Config, check, make_config
 from .setup import draw_questions, make_engine, make_learner, make_setup, origin_of
 from .train import Run, SilentLog, play_step
 from .true_credit import (credit_errors, distinct_states, sampling_variance, score_continuations, solver_rates,
-                                   solver_values, state_values, turn_credit)
+                                   solver_values, state_values, turn_credit, turn_score)
 
 # %% ../nbs/6_looking/71_audit.ipynb #a006
 @dataclass(frozen=True)
@@ -247,15 +247,14 @@ def rollouts_saved(
     return math.exp(n), math.exp(low), math.exp(high) if clear[1] else math.inf
 
 def saving_says(saving):  # (n, low, high), of rollouts_saved
-    "What turn credit could save, and what follows: a sentence."
+    "How much clearer a step is by true credit than by GRPO: a sentence."
     n, low, high = saving
     if math.isnan(n):
         return ("What turn credit could save cannot be told from so few questions: GRPO's step, or true credit's, is "
                 'not told from none.')
     times = f'at least {low:.1f}' if math.isinf(high) else f'{n:.1f} ({low:.1f} to {high:.1f})'
-    said = (f"What turn credit could save at most: GRPO needs {times} times the rollouts for a step as clear as true "
-            "credit's.")
-    return said + (' That is not shown to be more than 1: use GRPO.' if low <= 1 else '')
+    return (f"As a whole a step by true credit is as clear as one by GRPO with {times} times the rollouts" +
+            (', which is not shown to be more than 1.' if low <= 1 else '.'))
 
 # %% ../nbs/6_looking/71_audit.ipynb #a019
 FEW = get_method('vine').options['m']             # continuations of a state, from which `vine` learns
@@ -264,6 +263,16 @@ def _gradient_scores(made, right, base):  # (B, D) each; base: None: there is no
     "Signal to noise of a rule's gradient, and how much more it is than the baseline's: two (value, low, high)."
     own = signal_to_noise(made, right)
     return own.interval(), None if base is None else (own - signal_to_noise(base, right)).interval()
+
+def _score_by_kind(credit, base, right, kinds, made):  # (N, K) each; made: of a credit -> (B, D)
+    "The score of a credit over a baseline's, kind of turn by kind of turn (`turn_score`): dict of columns."
+    parts = lambda x: [made(torch.where(kinds == kind, x, 0.)) for kind in range(len(KINDS))]
+    clear = lambda x: torch.tensor([signal_to_noise(g, t).interval()[:2] for g, t in zip(parts(x), parts(right))])
+    own, other = clear(credit), clear(base)
+    own = torch.where(own.isnan() & ~other.isnan(), 0., own)      # says nothing where there is something to say
+    found = turn_score(own, other)
+    return {'score by turn': found['score'], 'kinds that count': found['turns'], 'kinds not taught': found['untaught'],
+            'kinds missing': found['missing']}
 
 def audit(
     rules,           # dict name -> (N, K) credit of every turn
@@ -277,7 +286,8 @@ def audit(
     the controls: `half`, true credit from one half of the continuations, which is judged by the other half; `vine`,
     from FEW of them, where that is less than half, judged by the others; `chance`, drawn at random; `even`, the outcome
     spread over the turns. Each score stands beside its 95 % interval, `low` and `high`. `signal to noise over grpo` is
-    what a rule has more of it than the baseline. A rule that is called `vine` has played continuations of its own, so
+    what a rule has more of it than the baseline; `score by turn` is NaN of a rule that, by its costs, `pays otherwise`
+    than the outcome that is judged. A rule that is called `vine` has played continuations of its own, so
     all of `truth` judge it, and it stands for the control."""
     import pandas as pd
     kinds, mask, half = turn_kinds(truth.groups), truth.turn_mask, truth.played.shape[1] // 2
@@ -290,12 +300,16 @@ def audit(
         judge = dataclasses.replace(truth, played=truth.played[:, used.get(name, 0):])
         scores = agreement_intervals(agreements(credit, judge, kinds, against))
         if gradients is not None:
-            right = made(judge.credit() if against is None else against)
+            true = judge.credit() if against is None else against
+            right = made(true)
             own, over = _gradient_scores(made(credit), right, made(rules[baseline]) if baseline in rules else None)
             scores |= {'signal to noise': own} | ({f'signal to noise over {baseline}': over} if over else {})
+        about = dict((costs or {}).get(name, {}))
+        if gradients is not None and baseline in rules and not about.get('pays otherwise'):
+            about |= _score_by_kind(credit, rules[baseline], true, kinds, made)
         rows[name] = {key: v for score, (mean, low, high) in scores.items()
                       for key, v in ((score, mean), (f'{score}, low', low), (f'{score}, high', high))}
-        rows[name] |= (costs or {}).get(name, {})
+        rows[name] |= about
     return pd.DataFrame.from_dict(rows, orient='index').rename_axis('rule')
 
 # %% ../nbs/6_looking/71_audit.ipynb #a022
@@ -389,9 +403,11 @@ class AuditChoice(RolloutSize):
 def _rule_credit(
     run,     # Run of a method
     groups,  # list of Group, N trajectories in all
+    outcome, # (N,) that rules are judged by
     seed=0,
 ):
-    "What a run's method gives every turn of rollouts, 0 in groups that it leaves out: (N, K), and the cost: dict."
+    """What a run's method gives every turn of rollouts, 0 in groups that it leaves out: (N, K), and the cost: dict, with
+    the share of rollouts whose outcome the method pays otherwise than `outcome` (N,) says."""
     look, since = run.look(), time.monotonic()
     batch = assign(run.method, groups, look, torch.Generator().manual_seed(seed), run.prefix,
                    tree=run.config.tree)
@@ -399,7 +415,9 @@ def _rule_credit(
     if not batch.empty:
         found = turn_means(batch.credit.advantages, batch.layout).nan_to_num().float()
         out[batch.chosen, :found.shape[1]] = found
-    return out, {'forward tokens': look.tokens, 'seconds': round(time.monotonic() - since, 3)}
+    paid = run.method.text_rewards(groups)['outcome']
+    return out, {'forward tokens': look.tokens, 'seconds': round(time.monotonic() - since, 3),
+                 'pays otherwise': float((paid != outcome).float().mean())}
 
 # %% ../nbs/6_looking/71_audit.ipynb #a026
 def _judged_run(
@@ -472,7 +490,7 @@ def _audited(config, auditing, say):
     for name in judged:
         say(f'{name}: asked')
         run = _judged_run(config, name, stage, origin, auditing.teach, say)
-        rules[name], costs[name] = _rule_credit(run, groups)
+        rules[name], costs[name] = _rule_credit(run, groups, truth.outcome)
     gradients = _turn_gradients(stage.model.eval(), pack(groups))
     belief = belief_of(stage.model, stage.chat, groups)
     if warning := belief_warning(belief): say(warning)
@@ -480,7 +498,7 @@ def _audited(config, auditing, say):
     if config.data == 'tiny':
         values = solver_values(groups, env.max_turns, solver_rates(groups, truth.outcome))
         against = audit(rules, truth, gradients, costs, turn_credit(values, truth.outcome, truth.turn_mask))
-    plain = rules['grpo'] if 'grpo' in rules else _rule_credit(first, groups)[0]
+    plain = rules['grpo'] if 'grpo' in rules else _rule_credit(first, groups, truth.outcome)[0]
     credits = plain, truth.credit(slice(auditing.plays // 2)), truth.credit(slice(auditing.plays // 2, None))
     saving = rollouts_saved(*(_question_gradients(x, gradients, truth.owner) for x in credits))
     return truth, table, {'belief': belief, 'saving': dict(zip(('times', 'low', 'high'), saving))}, against

@@ -31,6 +31,7 @@ VERBS = {  # verb -> module (whose main it is, unless a function is named), what
     'profile': ('profile', "where a run's time went, by line of the loop, and on which tokens"),
     'asking': ('studies.when_to_ask', 'before training: can a rule learn here when to ask?'),
     'lab': ('studies.lab', 'when does turn credit pay? worlds that can be enumerated, exact and learned'),
+    'which': ('studies.lab:which_main', 'which rule, by the worlds of the lab most like a problem or a run'),
     'tables': ('studies.tables', "a paper's tables and figures, from run folders"),
     'competence': ('studies.competence', 'does a trained agent ask for what it does not know, and only for that?'),
     'index': ('search_service:build', 'save an index of passages, BM25 or vectors'),

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['PARTS', 'turn_changes', 'turn_credit', 'credit_errors', 'distinct_states', 'sampling_variance', 'state_values',
            'score_continuations', 'continuation_values', 'said_next', 'exact_values', 'missing_pages', 'SolverRates',
-           'solver_rates', 'solver_values', 'note_values']
+           'solver_rates', 'solver_values', 'note_values', 'turn_score']
 
 # %% ../nbs/1_rules/36_true_credit.ipynb #t003
 import math, re, torch
@@ -322,3 +322,22 @@ PARTS = (
                   'eps': Option(1e-6, 'added to s', least=0)}),
     Row('vine', 'outcome+continuations/each', 'VinePPO (Kazemnejad et al. 2024), over turns; ours', '#00441b'),
     Row('oracle', 'outcome+solver/each', 'ours', '#8c6d1f'))
+
+# %% ../nbs/1_rules/36_true_credit.ipynb #t028s1
+def turn_score(
+    own,   # (K, 2) signal to noise of each turn by a rule, and the lower end of its 95 % interval; NaN: t_k is not told
+    base,  # (K, 2) by the rule that it is compared with
+):
+    """The geometric mean over turns of a rule's signal to noise over another one's (ours): dict with `score`, 0 of a
+    rule that does not teach a turn and NaN where no turn counts, `turns` that count, `untaught` ones among these, and
+    `missing` ones, which the other rule is not seen to teach."""
+    if own.shape != base.shape or own.ndim != 2 or own.shape[1] != 2:
+        raise ValueError(f'signal to noise and its lower end are wanted, (K, 2) of both rules, got {tuple(own.shape)} '
+                         f'and {tuple(base.shape)}')
+    told = ~(own.isnan().any(1) | base.isnan().any(1))
+    counts = told & (base[:, 1] > 0)
+    taught = own[counts, 1] > 0
+    ratios = own[counts, 0] / base[counts, 0]
+    score = math.nan if not len(ratios) else ratios.log().mean().exp().item() if taught.all() else 0.
+    return {'score': score, 'turns': int(counts.sum()), 'untaught': int((~taught).sum()),
+            'missing': int((told & ~counts).sum())}

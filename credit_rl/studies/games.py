@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['SIZES', 'QUESTIONS', 'Way', 'Spot', 'Game', 'make_game', 'action_chances', 'game_values', 'visit_chances',
            'two_coins', 'Moves', 'play_on', 'draw_moves', 'group_moves', 'earned_before', 'base_right', 'many_parts',
-           'chain', 'near_miss', 'asking', 'staged', 'silent']
+           'chain', 'near_miss', 'asking', 'searches', 'repair', 'stopping', 'staged', 'silent']
 
 # %% ../../nbs/experiments/37_games.ipynb #g002
 import functools, itertools, math
@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch.nn.functional import normalize as unit_length, pad
 from ..engine import seed_of
+from ..folr import first_turns
 from ..trajectory import Group, Question, Result, Stop, Trajectory, Turn
 
 # %% ../../nbs/experiments/37_games.ipynb #c004
@@ -35,7 +36,7 @@ class Spot:
     ways: tuple    # for each action a tuple of Way, () where it is not allowed
 
 # %% ../../nbs/experiments/37_games.ipynb #c005
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Game:
     "Spots as tensors: S spots, A actions, O ways after each, C cells of D features, Q questions."
     name: str
@@ -55,6 +56,29 @@ class Game:
     goal: float = .7         # mean outcome that is to be reached
     questions_per_step: int = 2
     group_size: int = 8
+
+    @functools.cached_property
+    def reads(self):
+        """What the library reads in each turn: a number, equal where words and page are, and whether the page shows a
+        gold, (S, A, O) each. Raises ValueError where two questions lead to a spot."""
+        owner = torch.full((len(self.cell) + 1,), -1)
+        owner[self.starts] = torch.arange(len(self.starts))
+        for layer in self.layers:
+            on = (self.chance[layer] > 0) & (self.after[layer] < len(self.cell))
+            to, whose = self.after[layer][on], owner[layer][:, None, None].expand_as(on)[on]
+            owner[to] = whose
+            if (owner[to] != whose).any():
+                raise ValueError(f'{self.name}: a spot belongs to one question, and two lead to one')
+        number, known, numbers = {}, {}, torch.full(self.after.shape, -1)
+        shows = torch.zeros(self.after.shape, dtype=torch.bool)
+        for (s, a, o), (fields, _) in self.turns.items():
+            numbers[s, a, o] = number.setdefault((fields['action_ids'], fields['observation_ids']), len(number))
+            key = int(owner[s]), fields['observation_text'], fields['result']
+            if key not in known:
+                question, turn = self.questions[key[0]], Turn(action_logps=(0.,), **fields)
+                known[key] = int(first_turns([Group(question, [Trajectory(question, (), [turn], Stop.ANSWER)])])) == 0
+            shows[s, a, o] = known[key]
+        return numbers, shows
 
 # %% ../../nbs/experiments/37_games.ipynb #c006
 def _in_layers(spots, starts):
@@ -227,24 +251,28 @@ def earned_before(game, moves):
 SIZES, QUESTIONS = (8, 64, 16), 64   # words, kinds and features of a skill; questions of a game
 
 @functools.lru_cache
-def _skill(name, sizes):  # sizes: actions, kinds, features
+def _skill(name, sizes, draw=0):  # sizes: actions, kinds, features
     "Features of kinds (C, D), hidden weights (D, A), and the right action of each kind: list of C ints."
     actions, kinds, width = sizes
-    generator = torch.Generator().manual_seed(seed_of('skill', name))
+    generator = torch.Generator().manual_seed(seed_of('skill', name, *[draw] * (draw > 0)))
     features = unit_length(torch.randn(kinds, width, generator=generator), dim=1)
     hidden = torch.randn(width, actions, generator=generator)
     return features, hidden, (features @ hidden).argmax(1).tolist()
 
-def _kinds_of(name, sizes, questions, turns):
+def _kinds_of(name, sizes, questions, turns, draw=0):
     "Kinds that each question needs, turn by turn, evenly drawn: list of lists."
-    generator = torch.Generator().manual_seed(seed_of('kinds', name))
+    generator = torch.Generator().manual_seed(seed_of('kinds', name, *[draw] * (draw > 0)))
     return torch.randint(sizes[1], (questions, turns), generator=generator).tolist()
 
 def _solved(function, wanted, low=-20., high=20.):
-    "Where a rising function takes a value, by halving: float."
+    """Where a rising function takes a value, by halving: float. Raises ValueError where it misses it by one part in a
+    hundred."""
     for _ in range(40):
         middle = (low + high) / 2
         low, high = (middle, high) if function(middle) < wanted else (low, middle)
+    found = function(middle)
+    if not abs(found - wanted) <= .01 * abs(wanted):
+        raise ValueError(f'no base of this world has {wanted:.4g}, the nearest has {found:.4g}: ask for another')
     return middle
 
 def base_right(game, weights=None):  # weights (D, A); None: the base's
@@ -253,11 +281,12 @@ def base_right(game, weights=None):  # weights (D, A); None: the base's
     return game_values(game, pi)[0, game.starts].mean().item()
 
 # %% ../../nbs/experiments/37_games.ipynb #c018
-def many_parts(turns=4, sizes=SIZES, questions=QUESTIONS, lean=0.):  # lean: weight of the hidden weights in the base
-    "K independent parts, each a turn; the outcome is the share that is right: `Game`."
-    features, hidden, right = _skill('parts', sizes)
+def many_parts(turns=4, sizes=SIZES, questions=QUESTIONS, lean=0., draw=0):
+    """K independent parts, each a turn; the outcome is the share that is right. The base has the hidden weights times
+    `lean`: `Game`."""
+    features, hidden, right = _skill('parts', sizes, draw)
     spots, starts = {}, {}
-    for q, kinds in enumerate(_kinds_of('parts', sizes, questions, turns)):
+    for q, kinds in enumerate(_kinds_of('parts', sizes, questions, turns, draw)):
         gold = '; '.join(f'word{right[c]}' for c in kinds)
         starts[Question(f'q{q}', f'question {q}', [gold], 'parts')] = q, 0
         for k, c in enumerate(kinds):
@@ -267,20 +296,22 @@ def many_parts(turns=4, sizes=SIZES, questions=QUESTIONS, lean=0.):  # lean: wei
                      float(a == right[c]) / turns),) for a in range(sizes[0])))
     return make_game(f'parts {turns}', spots, starts, dict(enumerate(features)), lean * hidden, metric='parts')
 
-def chain(turns=3, right=.1, sizes=SIZES, questions=QUESTIONS):
-    "K tasks that must all be right; the base is right in `right` of its rollouts: `Game`."
-    features, hidden, gold = _skill('chain', sizes)
-    spots, starts, astray = {}, {}, _kinds_of('astray', sizes, questions, turns)
-    for q, kinds in enumerate(_kinds_of('chain', sizes, questions, turns)):
+def chain(turns=3, right=.1, sizes=SIZES, questions=QUESTIONS, draw=0, every=1):
+    """K tasks that must all be right; the base is right in `right` of its rollouts. Of `every` turns the last one is
+    such a task; the others are routine, needed, and right by any word: `Game`."""
+    features, hidden, gold = _skill('chain', sizes, draw)
+    spots, starts, turns = {}, {}, turns * every
+    astray = _kinds_of('astray', sizes, questions, turns, draw)
+    for q, kinds in enumerate(_kinds_of('chain', sizes, questions, turns, draw)):
         starts[Question(f'q{q}', f'question {q}', [f'gold{q}'], 'chain')] = q, 0, True
         for k, on in itertools.product(range(turns), (True, False)):
             c, over = kinds[k] if on else astray[q][k], k + 1 == turns
-            good = [on and a == gold[c] for a in range(sizes[0])]
+            good = [on and (a == gold[c] or (k + 1) % every > 0) for a in range(sizes[0])]
             spots[q, k, on] = Spot(c, (k, on), tuple(
                 (Way(1., None if over else (q, k + 1, g), f'turn {k}: word{a}', '' if over else f'page {k} {a}',
                      (f'gold{q}' if g else f'other{a}') if over else None, float(over and g)),)
                 for a, g in enumerate(good)))
-    game = make_game(f'chain {turns}', spots, starts, dict(enumerate(features)), 0. * hidden)
+    game = make_game(f'chain {turns}' + f' every {every}' * (every > 1), spots, starts, dict(enumerate(features)), 0. * hidden)
     return replace(game, base=hidden * _solved(lambda lean: base_right(game, lean * hidden), right))
 
 # %% ../../nbs/experiments/37_games.ipynb #c020
@@ -289,13 +320,13 @@ def _blocks(*widths):
     ends = [0, *itertools.accumulate(widths)]
     return [lambda x, i=i: pad(x, (ends[i], ends[-1] - ends[i + 1])) for i in range(len(widths))]
 
-def near_miss(right=.025, found=.5, sizes=SIZES, questions=QUESTIONS):
+def near_miss(right=.025, found=.5, sizes=SIZES, questions=QUESTIONS, draw=0):
     "A search that shows the gold in `found` of the base's rollouts, and a reader: `Game`."
-    (xs, ws, query), (xr, wr, read) = _skill('search', sizes), _skill('read', sizes)
+    (xs, ws, query), (xr, wr, read) = _skill('search', sizes, draw), _skill('read', sizes, draw)
     search, reader = _blocks(sizes[2], sizes[2])
     features = {**{('search', i): search(x) for i, x in enumerate(xs)},
                 **{('read', i): reader(x) for i, x in enumerate(xr)}}
-    drawn, astray = _kinds_of('near miss', sizes, questions, 2), _kinds_of('astray', sizes, questions, 1)
+    drawn, astray = (_kinds_of(*of, draw) for of in (('near miss', sizes, questions, 2), ('astray', sizes, questions, 1)))
     spots, starts = {}, {}
     for q, (s, r) in enumerate(drawn):
         gold = f'gold{q}'
@@ -316,17 +347,17 @@ def near_miss(right=.025, found=.5, sizes=SIZES, questions=QUESTIONS):
     return replace(game, base=weights(lean, _solved(lambda by: base_right(game, weights(lean, by)), right)))
 
 # %% ../../nbs/experiments/37_games.ipynb #c021
-def asking(sizes=SIZES, questions=QUESTIONS, asks=.8, reads=.8):
+def asking(sizes=SIZES, questions=QUESTIONS, asks=.8, reads=.8, draw=0):
     """About half of the kinds are known: answering at once is right with .95 where they are, else with .05. A search
     shows the page with .7; then it is noted, and the note written down. The base asks with `asks`, and notes and
     writes right with `reads` each: `Game`."""
     (xa, wa, ask), (xr, wr, read), (xw, ww, write) = (
-        _skill('ask', (2, *sizes[1:])), _skill('read', sizes), _skill('write', sizes))
+        _skill('ask', (2, *sizes[1:]), draw), _skill('read', sizes, draw), _skill('write', sizes, draw))
     blocks, spots, starts, features = _blocks(*[sizes[2]] * 3, 1), {}, {}, {}
     for name, block, x in zip(('ask', 'read', 'write'), blocks, (xa, xr, xw)):
         features |= {(name, i): block(v) + (blocks[3](torch.ones(1)) if name == 'ask' else 0.) for i, v in enumerate(x)}
     others = [()] * (sizes[0] - 2)
-    for q, (c, r, w) in enumerate(_kinds_of('asking', sizes, questions, 3)):
+    for q, (c, r, w) in enumerate(_kinds_of('asking', sizes, questions, 3, draw)):
         gold, sure = f'gold{q}', .05 if ask[c] else .95
         starts[Question(f'q{q}', f'question {q}', [gold], 'asking')] = q, 'ask'
         at_once = Way(sure, None, 'answer', '', gold, 1.), Way(1 - sure, None, 'answer', '', 'other', 0.)
@@ -346,20 +377,117 @@ def asking(sizes=SIZES, questions=QUESTIONS, asks=.8, reads=.8):
     base = torch.cat([wide(wa, 0.), wide(wr, reading), wide(ww, writing_), lean])
     return make_game('asking', spots, starts, features, base, goal=.75)
 
+# %% ../../nbs/experiments/37_games.ipynb #c021s1
+def _hits(features, hidden, right, kinds):
+    "For a weight of hidden weights the chance of the right word at tasks of some kinds, (Q, n): function -> (Q, n)."
+    kinds, wanted = torch.tensor(kinds), torch.tensor(right)
+    return lambda lean: (lean * features @ hidden).softmax(1)[kinds, wanted[kinds]]
+
+def _reading(q, kinds, read, words):
+    "The last turn's spots of a question, whether the gold was found: dict (q, 'read', found) -> ways."
+    return {(q, 'read', on): tuple((Way(1., None, f'answer word{a}', '', gold, float(gold == f'gold{q}')),) for a in
+                                   range(words) for gold in [f'gold{q}' if on and a == read[c] else f'other{a}'])
+            for on, c in zip((True, False), kinds)}
+
+def searches(count=2, right=.2, near=.5, sizes=SIZES, questions=QUESTIONS, draw=0):
+    """`count` searches that must all succeed, the last shows the gold; then a reading. The base is right in `right`
+    of its rollouts, and was shown the gold in `near` of its failures: `Game`."""
+    (xs, ws, query), (xr, wr, read) = _skill('search', sizes, draw), _skill('read', sizes, draw)
+    search, reader = _blocks(sizes[2], sizes[2])
+    features = {('search', i): search(x) for i, x in enumerate(xs)} | {('read', i): reader(x) for i, x in enumerate(xr)}
+    drawn, astray = (_kinds_of(name, sizes, questions, count + 1, draw) for name in ('searches', 'astray'))
+    spots, starts = {}, {}
+    for q, (kinds, others) in enumerate(zip(drawn, astray)):
+        starts[Question(f'q{q}', f'question {q}', [f'gold{q}'], 'searches')] = q, 0, True
+        for k, on in itertools.product(range(count), (True, False)):
+            c, last = (kinds if on else others)[k], k + 1 == count
+            good = [on and a == query[c] for a in range(sizes[0])]
+            spots[q, k, on] = Spot(('search', c), (k, on), tuple(
+                (Way(1., (q, 'read', g) if last else (q, k + 1, g), f'query word{a}',
+                     f'a page with gold{q}' if g and last else f'page {k} {a}'),) for a, g in enumerate(good)))
+        for (_, _, on), ways in _reading(q, (kinds[-1], others[-1]), read, sizes[0]).items():
+            spots[q, 'read', on] = Spot(('read', (kinds if on else others)[-1]), ('read', on), ways)
+    weights = lambda lean, by: torch.cat([lean * ws, by * wr])
+    game = make_game(f'searches {count} right {right} near {near}', spots, starts, features, weights(0., 0.))
+    hits = _hits(xs, ws, query, [kinds[:-1] for kinds in drawn])
+    lean = _solved(lambda lean: hits(lean).prod(1).mean().item(), right + near * (1 - right))
+    return replace(game, base=weights(lean, _solved(lambda by: base_right(game, weights(lean, by)), right)))
+
+def repair(rate=.2, right=.1, found=.5, sizes=SIZES, questions=QUESTIONS, draw=0):
+    """A search that shows the gold in `found` of the base's rollouts; a turn that, in `rate` of the others, shows it
+    after all, and is routine where it was shown; and a reading. The base is right in `right`: `Game`."""
+    skills = (xs, ws, query), (xf, wf, fix), (xr, wr, read) = [
+        _skill(name, sizes, draw) for name in ('search', 'repair', 'read')]
+    blocks = _blocks(*[sizes[2]] * 3)
+    features = {(name, i): block(v) for name, block, (x, _, _) in zip(('search', 'repair', 'read'), blocks, skills)
+                for i, v in enumerate(x)}
+    drawn, astray = (_kinds_of(name, sizes, questions, 3, draw) for name in ('repair', 'astray'))
+    spots, starts = {}, {}
+    for q, (kinds, others) in enumerate(zip(drawn, astray)):
+        gold = f'gold{q}'
+        starts[Question(f'q{q}', f'question {q}', [gold], 'repair')] = q, 'search'
+        spots[q, 'search'] = Spot(('search', kinds[0]), 'search', tuple(
+            (Way(1., (q, 'repair', g), f'query word{a}', f'a page with {gold}' if g else f'page {a}'),)
+            for a in range(sizes[0]) for g in [a == query[kinds[0]]]))
+        for on in (True, False):
+            c = (others if on else kinds)[1]
+            spots[q, 'repair', on] = Spot(('repair', c), ('repair', on), tuple(
+                (Way(1., (q, 'read', on or g), f'again word{a}', f'a page with {gold}' if g else f'page {a}'),)
+                for a in range(sizes[0]) for g in [not on and a == fix[c]]))
+        for (_, _, on), ways in _reading(q, (kinds[2], others[2]), read, sizes[0]).items():
+            spots[q, 'read', on] = Spot(('read', (kinds if on else others)[2]), ('read', on), ways)
+    weights = lambda *leans: torch.cat([lean * w for lean, (_, w, _) in zip(leans, skills)])
+    game = make_game(f'repair {rate}', spots, starts, features, weights(0., 0., 0.))
+    lean, mend = (_solved(lambda by: _hits(*skill, [k[i] for k in drawn])(by).mean().item(), wanted)
+                  for i, (skill, wanted) in enumerate(zip(skills, (found, rate))))
+    return replace(game, base=weights(lean, mend, _solved(lambda by: base_right(game, weights(lean, mend, by)), right)))
+
+def stopping(turns=3, right=.05, stops=.4, found=.5, sizes=SIZES, questions=QUESTIONS, draw=0):
+    """In every turn but the last the first action stops, and a reading follows; the others search, and one of them
+    shows the gold. Who has not stopped is cut off. The base stops with `stops`, asks what shows the gold in `found` of
+    its searches, and is right in `right`: `Game`."""
+    (xs, ws, query), (xr, wr, read) = _skill('search', (sizes[0] - 1, *sizes[1:]), draw), _skill('read', sizes, draw)
+    search, reader, flag = _blocks(sizes[2], sizes[2], 2)
+    features = {('search', i, on): search(x) + flag(torch.eye(2)[int(on)]) for i, x in enumerate(xs)
+                for on in (False, True)} | {('read', i): reader(x) for i, x in enumerate(xr)}
+    drawn, astray = (_kinds_of(name, sizes, questions, turns, draw) for name in ('stopping', 'astray'))
+    spots, starts = {}, {}
+    for q, (kinds, others) in enumerate(zip(drawn, astray)):
+        gold = f'gold{q}'
+        starts[Question(f'q{q}', f'question {q}', [gold], 'stopping')] = q, 0, False
+        for k, on in itertools.product(range(turns - 1), (False, True)):
+            c, last = (others if on else kinds)[k], k + 2 == turns
+            good = [not on and a == query[c] for a in range(sizes[0] - 1)]
+            spots[q, k, on] = Spot(('search', c, on), (k, on), (
+                (Way(1., (q, 'read', k + 1, on), 'stop', 'now answer'),),
+                *((Way(1., None if last else (q, k + 1, on or g), f'query word{a}',
+                       f'a page with {gold}' if g else f'page {k} {a}'),) for a, g in enumerate(good))))
+        for (_, _, on), ways in _reading(q, (kinds[-1], others[-1]), read, sizes[0]).items():
+            spots |= {(q, 'read', k, on): Spot(('read', (kinds if on else others)[-1]), ('read', k, on), ways)
+                      for k in range(1, turns)}
+    hits = _hits(xs, ws, query, [kinds[:-1] for kinds in drawn])
+    lean = _solved(lambda by: hits(by).mean().item(), found)
+    total = (lean * xs @ ws).logsumexp(1)
+    flags = torch.zeros(2, sizes[0])
+    flags[:, 0] = _solved(lambda by: (by - total).sigmoid().mean().item(), stops)
+    weights = lambda by: torch.cat([lean * pad(ws, (1, 0)), by * wr, flags])
+    game = make_game(f'stopping {turns}', spots, starts, features, weights(0.))
+    return replace(game, base=weights(_solved(lambda by: base_right(game, weights(by)), right)))
+
 # %% ../../nbs/experiments/37_games.ipynb #c022
 def _tagged(tag, word):
     "A turn of PRS's protocol; a tag that is not closed where there is no tag."
     return f'<reasoning> so </reasoning> <{tag}> {word} </{tag}>' if tag else f'<reasoning> so <tool_call> {word}'
 
-def staged(form=.5, choice=.4, sizes=SIZES, questions=QUESTIONS):
+def staged(form=.5, choice=.4, sizes=SIZES, questions=QUESTIONS, draw=0):
     """A call and an answer, each well-formed with chance `form` in the base, which then finds the right word with
     `choice`: `Game`. The first half of the actions are well-formed words, the others are malformed."""
     half, one = sizes[0] // 2, torch.ones(1)
-    (xs, ws, query), (xr, wr, read) = (_skill(name, (half, *sizes[1:])) for name in ('search', 'read'))
+    (xs, ws, query), (xr, wr, read) = (_skill(name, (half, *sizes[1:]), draw) for name in ('search', 'read'))
     blocks, spots, starts, features = _blocks(sizes[2], 1, sizes[2], 1), {}, {}, {}
     for name, first, x in (('call', 0, xs), ('answer', 2, xr)):
         features |= {(name, i): blocks[first](v) + blocks[first + 1](one) for i, v in enumerate(x)}
-    for q, (s, r) in enumerate(_kinds_of('stages', sizes, questions, 2)):
+    for q, (s, r) in enumerate(_kinds_of('stages', sizes, questions, 2, draw)):
         gold, on = f'gold{q}', lambda a: a == query[s]
         starts[Question(f'q{q}', f'question {q}', [gold], 'stages')] = q, 'call'
         spots[q, 'call'] = Spot(('call', s), 'call', tuple(
@@ -385,9 +513,9 @@ def _formed_base(features, hidden, right, form, choice):
     return torch.cat([pad(lean * hidden, (0, half)), torch.tensor([[well] * half + [0.] * half])])
 
 # %% ../../nbs/experiments/37_games.ipynb #c023
-def silent(easy=.5, right=.4, sizes=SIZES, questions=QUESTIONS):
+def silent(easy=.5, right=.4, sizes=SIZES, questions=QUESTIONS, draw=0):
     "One task; `easy` of the kinds are known already, the base is right in `right` of the others: `Game`."
-    features, hidden, gold = _skill('silent', sizes)
+    features, hidden, gold = _skill('silent', sizes, draw)
     known = torch.arange(sizes[1]) < round(easy * sizes[1])
     task, answer = _blocks(sizes[2], sizes[0])
     cells = {i: task(x) + answer(torch.eye(sizes[0])[gold[i]] * known[i]) for i, x in enumerate(features)}

@@ -6,8 +6,8 @@ import torch
 from torch.testing import assert_close
 
 from credit_rl.studies.games import (action_chances, asking, base_right, chain, draw_moves, earned_before, game_values,
-                             group_moves, make_game, many_parts, near_miss, play_on, silent, Spot, staged, two_coins,
-                             visit_chances, Way)
+                             group_moves, make_game, many_parts, near_miss, play_on, repair, searches, silent, Spot, staged,
+                             stopping, two_coins, visit_chances, Way)
 from credit_rl.studies.lab import all_paths, true_gradient
 from credit_rl.outcome import outcome_rewards
 from credit_rl.trajectory import Question
@@ -15,6 +15,8 @@ from credit_rl.trajectory import Question
 TINY = 3, 4, 3                     # words, kinds and features
 GAMES = {'coins': two_coins, 'parts': lambda: many_parts(2, TINY, 3, lean=.7), 'chain': lambda: chain(2, .2, TINY, 3),
          'near miss': lambda: near_miss(.1, .5, TINY, 3), 'asking': lambda: asking(TINY, 3),
+         'searches': lambda: searches(2, .2, .5, TINY, 3), 'routine': lambda: chain(1, .5, TINY, 3, every=2),
+         'repair': lambda: repair(.4, .2, .5, TINY, 3), 'stopping': lambda: stopping(3, .05, sizes=(4, 4, 3), questions=3),
          'stages': lambda: staged(.5, .5, (4, 4, 3), 3), 'silent': lambda: silent(.5, .4, TINY, 4)}
 
 
@@ -68,6 +70,49 @@ def test_bases_are_as_right_as_asked():
     for right in (.3, .005): assert base_right(near_miss(right)) == pytest.approx(right, abs=1e-4)
     for turns in (2, 8): assert base_right(chain(turns)) == pytest.approx(.1, abs=1e-4)
     assert base_right(silent(.8)) == pytest.approx(.8 + .2 * .4, abs=1e-4)
+
+
+def test_bases_that_miss_what_was_asked_are_refused():
+    for asked in (lambda: stopping(3, .2), lambda: chain(3, 1.01), lambda: searches(2, .2, 1.3)):
+        with pytest.raises(ValueError, match='no base'): asked()
+
+
+def test_failures_that_were_shown_the_gold_are_as_many_as_asked():
+    "All searches succeed in right + near · (1 − right) of the rollouts, by visits of the last spot."
+    for right, near in ((.2, .2), (.02, .5)):
+        game = searches(2, right, near, TINY, 3)
+        visits = visit_chances(game, action_chances(game, game.base[None]))[0]
+        reading = game.layers[-1]
+        shown = sum(float(visits[s]) for s in range(reading.start, reading.stop) if game.earns[s].any())
+        assert base_right(game) == pytest.approx(right, rel=.01)
+        assert (shown - right) / (1 - right) == pytest.approx(near, rel=.02)
+
+
+def test_what_a_game_reads_is_what_the_library_reads(game):
+    "The page that first shows a gold, and equal numbers for equal words and pages."
+    from credit_rl.folr import first_turns
+    pi, generator = action_chances(game, game.base[None]), torch.Generator().manual_seed(0)
+    moves = draw_moves(game, pi, torch.arange(len(game.questions))[None], 8, generator)
+    groups, (numbers, shows) = group_moves(game, pi, moves, 8), game.reads
+    seen = shows[moves.spot.clamp(min=0), moves.action, moves.way] & moves.turn_mask
+    assert torch.where(seen.any(1), seen.float().argmax(1), -1).tolist() == first_turns(groups).tolist()
+    words = [(t.action_ids, t.observation_ids) for g in groups for r in g.trajectories for t in r.turns]
+    found = numbers[moves.spot, moves.action, moves.way][moves.turn_mask].tolist()
+    assert len({*words}) == len({*found}) == len({*zip(words, found)})
+
+
+def test_another_draw_is_another_world_as_right():
+    one, other = chain(2, .2, TINY, 3), chain(2, .2, TINY, 3, draw=1)
+    assert not torch.equal(one.features, other.features) and base_right(other) == pytest.approx(.2, rel=.01)
+
+
+def test_routine_turns_decide_nothing():
+    "Only the last of two turns: a value before a routine turn is that after it, whatever the word."
+    game = chain(1, .5, TINY, 3, every=2)
+    values = game_values(game, action_chances(game, game.base[None]))[0]
+    first = game.layers[0]
+    assert_close(values[game.after[first, :, 0]], values[first][:, None].expand(-1, TINY[0]))
+    assert_close(base_right(game), .5, atol=5e-3, rtol=0)
 
 
 def test_near_misses_are_seen_by_folr():

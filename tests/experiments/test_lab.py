@@ -16,15 +16,18 @@ from torch.testing import assert_close
 
 from credit_rl.studies import lab
 from credit_rl.studies.games import (action_chances, asking, chain, earned_before, game_values, group_moves, many_parts,
-                             near_miss, silent)
+                             near_miss, repair, searches, silent, stopping)
 from credit_rl.groups import group_normalize, index_groups
-from credit_rl.studies.lab import (CHARTS, TRIALS, LabChoice, Pupils, all_groups, believed, best_rate, censored_mean,
-                           chart_figure, estimate_of, exact_estimate, get_contender, get_trial, judge_expected,
-                           lab_table, learn, map_page, nearest_worlds, read_learned, run_lab, sampled_estimate,
-                           step_ratio, true_gradient, turn_weights, unit_rate)
+from credit_rl.studies.lab import (CHARTS, FORETOLD, TRIALS, LabChoice, Pupils, all_groups, belief_noise, believed, best_rate,
+                           censored_mean, chart_figure, estimate_of, exact_estimate, get_contender, get_trial,
+                           histories, judge_expected, lab_table, learn, map_page, move_weights, nearest_worlds,
+                           read_learned, run_lab, sampled_estimate, step_ratio, true_gradient, turn_gradients,
+                           turn_weights, unit_rate, foretell_lab)
 from credit_rl.methods import compose
 from credit_rl.potentials import shaping_rewards
+from credit_rl.runlog import RunLog
 from credit_rl.significance import welch
+from credit_rl.trajectory import example_group, to_json
 
 TINY = 3, 4, 3
 MISSES = functools.partial(near_miss, .1, .5, TINY, 2)
@@ -180,6 +183,157 @@ def test_true_credit_of_many_parts_has_more_signal():
     assert 2.8 < found[1] / found[0] < 4.3
 
 
+# ---- credit from moves, and turn by turn ----
+
+SMALL = {'parts': lambda: many_parts(3, TINY, 4), 'chain': lambda: chain(2, .2, TINY, 4), 'near miss': MISSES,
+         'searches': lambda: searches(2, .2, .5, TINY, 3), 'repair': lambda: repair(.4, .2, .5, TINY, 3),
+         'stopping': lambda: stopping(3, .05, sizes=(4, 4, 3), questions=3), 'asking': lambda: asking((2, 4, 3), 2)}
+RULES = ('grpo', 'dr-grpo', 'exact', 'exact (undivided)', 'gigpo', 'ppo (warm, told)', 'carl (warm, blind)', 'igpo',
+         'tips (cold, late)', 'tspo', 'tspo flat', 'tspo flat (found)', 'outcome+folr/group')
+
+
+@pytest.mark.parametrize('world', SMALL)
+def test_credit_of_moves_is_that_of_their_text(world):
+    "To the last digit: weights and a critic's targets."
+    game = SMALL[world]()
+    pi, generator = action_chances(game, game.base.expand(2, -1, -1)), seeded()
+    moves = lab.draw_moves(game, pi, torch.randint(len(game.questions), (2, 2), generator=generator), 4, generator)
+    values, (earned, _) = game_values(game, pi), earned_before(game, moves)
+    for name in RULES:
+        if world == 'parts' and {'folr', 'gain', 'shaping'} & {*name.replace('tspo', 'folr').replace(
+                'igpo', 'gain').replace('tips', 'shaping').replace('+', ' ').replace('/', ' ').split()}: continue
+        contender = get_contender(name, game.metric)
+        shown, _ = Pupils(game, contender, 2, seeded()).show(pi, values, moves, earned)
+        text = turn_weights(contender.method, group_moves(game, pi, moves, 4), shown, seeded())
+        fast = move_weights(game, contender.method, moves, 4, shown)
+        assert torch.equal(fast, text), name
+        assert fast.any() or world == 'stopping'
+
+
+def test_a_rule_that_reads_more_than_a_game_tells_is_read():
+    for name in ('prs', 'vspo'): assert lab.move_rewards(MISSES(), get_contender(name).method, None) is None
+
+
+@pytest.mark.parametrize('world', ['parts', 'chain', 'near miss', 'searches', 'stopping'])
+def test_gradients_by_turn_sum_and_true_credit_expects_each(world):
+    """What each turn's actions do to the mean outcome sums to the gradient; true credit undivided expects just that,
+    turn by turn, and Dr. GRPO (G − 1) / G of it."""
+    game = SMALL[world]()
+    true = turn_gradients(game, game.base)
+    assert_close(true.sum(0), true_gradient(game, game.base), atol=1e-6, rtol=1e-4)
+    if world == 'stopping': game, true = dataclasses.replace(game, starts=game.starts[:1], questions=game.questions[:1]), None
+    size = 2
+    for name, factor in (('exact (undivided)', 1.), ('dr-grpo', 2.)):
+        found = exact_estimate(game, get_contender(name, game.metric), size)
+        true = turn_gradients(game, game.base)
+        assert_close(torch.stack([factor * e.mean for e in found.turns]), true, atol=2e-6, rtol=1e-4)
+        assert_close(sum(e.mean for e in found.turns), found.mean, atol=1e-6, rtol=1e-4)
+
+
+def test_the_score_by_turn_by_a_sum_over_all_pairs_of_attempts():
+    """Independent of the lab's estimates: every ordered pair of attempts at a question, its chance a product, credit
+    by hand (half the difference of two outcomes, or each turn's own change of value), scores of softmax by hand."""
+    game = chain(2, .3, (2, 2, 2), 2)
+    pi = action_chances(game, game.base[None])
+    values = game_values(game, pi)[0]
+    true = turn_gradients(game, game.base)
+    def pulls(path):
+        out = torch.zeros(2, *game.base.shape)
+        for k, (s, a, _) in enumerate(path):
+            out[k] = torch.outer(game.features[game.cell[s]], torch.eye(2)[a] - pi[0, s])
+        return out
+    sums = {name: torch.zeros(2, 2) for name in ('dr-grpo', 'exact')}       # by turn: mean along t_k, mean square
+    means = {name: torch.zeros(2, *game.base.shape) for name in sums}
+    for q in range(2):
+        attempts = lab.all_paths(game, pi, int(game.starts[q]))
+        for (p, one), (r, two) in ((x, y) for x in attempts for y in attempts):
+            outcome = [sum(game.earns[s, a, o].item() for s, a, o in path) for path in (one, two)]
+            step = {name: torch.zeros(2, *game.base.shape) for name in sums}
+            for path, mine, other in ((one, *outcome), (two, *outcome[::-1])):
+                states = [float(values[s]) for s, _, _ in path] + [0.]
+                credit = [states[k + 1] - states[k] + (mine if k == 1 else 0.) for k in range(2)]
+                step['dr-grpo'] += pulls(path) * (mine - other) / 2 / 2
+                step['exact'] += pulls(path) * torch.tensor(credit)[:, None, None] / 2
+            for name, g in step.items():
+                means[name] += p * r / 2 * g
+                sums[name][:, 1] += p * r / 2 * g.pow(2).sum((1, 2))
+    s = {name: (means[name] * true).sum((1, 2)) / true.flatten(1).norm(dim=1) /
+         (sums[name][:, 1] - means[name].pow(2).sum((1, 2))).sqrt() for name in sums}
+    found = {name: exact_estimate(game, get_contender(name), 2) for name in ('dr-grpo', 'exact (undivided)')}
+    assert_close(torch.tensor([e.signal_to_noise for e in found['dr-grpo'].turns]), s['dr-grpo'], atol=1e-4, rtol=1e-3)
+    score = found['exact (undivided)'].score(found['dr-grpo'])
+    assert score['score'] == pytest.approx(float((s['exact'] / s['dr-grpo']).log().mean().exp()), rel=1e-3)
+    assert score['turns'] == 2 and not score['untaught'] and not score['missing']
+
+
+def test_a_turn_that_is_not_taught_makes_the_lowest_score():
+    "A blind critic's value does not change where the model may be right or not: only the last turn gets any credit."
+    game = chain(2, .3, TINY, 4)
+    grpo, blind = (sampled_estimate(game, get_contender(name), 1000) for name in ('grpo', 'carl (warm, blind)'))
+    found = blind.score(grpo)
+    assert found['score'] == 0 and found['untaught'] == 1 and found['turns'] == 2
+    routine = chain(1, .3, TINY, 4, every=2)                    # the first turn decides nothing, and does not count
+    found = sampled_estimate(routine, get_contender('exact'), 1000).score(sampled_estimate(routine, get_contender('grpo'),
+                                                                                           1000))
+    assert found['turns'] == 1 and found['missing'] == 0 and .5 < found['score'] < 4
+
+
+def test_a_blind_critic_sees_the_turn_alone():
+    game = SMALL['chain']()
+    pi, moves, values, _ = listed(game)
+    earned, _ = earned_before(game, moves)
+    told, blind = (Pupils(game, get_contender(f'ppo (warm, {sight})'), len(pi), seeded()).show(pi, values, moves, earned)[
+        0]['values'] for sight in ('told', 'blind'))
+    assert len(blind[:, 1].unique()) == 1 < len(told[:, 1].unique())
+    parts = SMALL['parts']()                         # what was earned is in the told value, and only in its mean in the other
+    pi, moves, values, _ = listed(parts)
+    earned, _ = earned_before(parts, moves)
+    blind = Pupils(parts, get_contender('ppo (warm, blind)', 'parts'), len(pi), seeded()).show(pi, values, moves, earned)[0]
+    assert_close(blind['values'], torch.full_like(blind['values'], 1 / 3))
+    with pytest.raises(ValueError, match='exact critic'): get_contender('carl (exact, blind)')
+
+
+@pytest.mark.parametrize('auc', [.93, .75])
+@pytest.mark.parametrize('game', [lambda: near_miss(.1, .5), lambda: chain(3, .1), lambda: stopping(3)],
+                         ids=['near miss', 'chain', 'stopping'])
+def test_noisy_belief_tells_states_with_the_gold_as_well_as_asked(game, auc):
+    "AUC counted over rollouts of the base, by ranks; equal histories have equal beliefs."
+    from scipy.stats import mannwhitneyu
+    game, generator = game(), seeded()
+    pi = action_chances(game, game.base.expand(150, -1, -1))                  # each policy has draws of its own
+    moves = lab.draw_moves(game, pi, torch.randint(64, (150, 30), generator=generator), 2, generator)
+    pupils = Pupils(game, get_contender(f'igpo ({str(auc)[1:]})'), 150, generator)
+    belief = pupils.show(pi, game_values(game, pi), moves, earned_before(game, moves)[0])[0]['belief'][:, :-1]
+    shows = game.reads[1][moves.spot.clamp(min=0), moves.action, moves.way] & moves.turn_mask
+    seen = torch.nn.functional.pad(shows.cumsum(1)[:, :-1], (1, 0)) > 0 if shows.any() else \
+        moves.pick(game_values(game, pi)) > 0
+    mask = moves.turn_mask
+    right, pairs = 0., 0.
+    for k in range(mask.shape[1]):                                             # states before the same turn
+        one, other = (belief[:, k][which[:, k] & mask[:, k]] for which in (seen, ~seen))
+        if not len(one) or not len(other): continue
+        right += float(mannwhitneyu(one, other).statistic)
+        pairs += len(one) * len(other)
+    assert right / pairs == pytest.approx(auc, abs=.02)
+    same = histories(game, moves)
+    for number in same[mask].unique()[:50]: assert len(belief[same == number].unique()) == 1
+    assert len(belief[mask].unique()) > len(moves.pick(game_values(game, pi))[mask].unique())
+
+
+def test_noise_that_there_is_not_is_refused():
+    with pytest.raises(ValueError, match='AUC'): belief_noise(near_miss(.1, .5, TINY, 4), .2)
+
+
+def test_flattened_tspo_pays_the_same_for_all_turns():
+    game = MISSES()
+    _, moves, _, _ = listed(game)
+    right = earned_before(game, moves)[1].view(-1, 3).sum(1)
+    flat, tspo = credit_of('tspo flat', game), credit_of('tspo', game)
+    assert_close(flat[right > 0], tspo[right > 0], atol=1e-6, rtol=1e-6)
+    wrong = flat[right == 0]
+    assert wrong.any() and torch.equal(wrong[..., 0], wrong[..., 1]) and not torch.equal(wrong, tspo[right == 0])
+
+
 # ---- steps that were not all seen ----
 
 @pytest.mark.parametrize('most', [1e9, 70.])
@@ -216,6 +370,46 @@ def test_learning_reaches_the_goal_and_counts_turns():
     assert again.tolist() == steps.tolist()
     cut, _ = learn(game, contender, [1e-9] * 2, 3, 5)
     assert cut.tolist() == [-1, -1]
+
+
+def test_the_first_step_of_adam_is_the_rate_times_the_sign():
+    game, contender = many_parts(1, TINY, 2), get_contender('exact', 'parts')
+    start = Pupils(game, contender, 1, torch.Generator().manual_seed(5))
+    gradient, _ = start.gradient()
+    seen = []
+    def watch(self, **known):
+        seen.append(self.weights.clone())
+        return plain(self, **known)
+    plain, Pupils.gradient = Pupils.gradient, watch
+    try: learn(game, contender, [.1], 5, 2, adam=True)
+    finally: Pupils.gradient = plain
+    moved = (seen[1] - seen[0])[gradient.abs() > 1e-4] / .1
+    assert_close(moved, gradient[gradient.abs() > 1e-4].sign(), atol=1e-3, rtol=0)
+
+
+def test_draws_have_rates_of_the_first_and_fresh_seeds_of_the_others(tmp_path):
+    how = LabChoice(run=str(tmp_path), worlds=['parts 1', 'parts 2'], rates=[4.], tuning=1, fresh=3, most=100, drawn=50,
+                    draws=3, seed=1)
+    run_lab(how, lambda line: None)
+    order = [(b['phase'], b['draw']) for b in read_learned(tmp_path)]
+    rates = order.count(('rates', 0))
+    assert order == [('rates', 0)] * rates + [('fresh', 1)] * 8 + [('fresh', 2)] * 8
+    table = lab_table(tmp_path)
+    one = table[(table.world == 'parts 2') & (table.rule == 'exact')].iloc[0]
+    assert one.seeds == 6 and one.low < one.steps < one.high and one.first_reached == 1
+    found = foretell_lab(tmp_path)
+    assert (tmp_path / 'predictions.csv').exists() and found.rule.tolist() == ['dr-grpo', 'exact', 'exact (undivided)'] * 2
+    assert found[found.world == 'parts 1'].score.tolist()[1] == pytest.approx(1, abs=1e-4)   # one turn: exact is GRPO
+
+
+def test_exact_csv_is_filled_rule_by_rule(little, tmp_path):
+    path = tmp_path / 'exact.csv'
+    whole = (Path(little[0].run) / 'exact.csv').read_text()
+    lines = whole.splitlines(keepends=True)
+    path.write_text(''.join(line for line in lines if ',exact,' not in line))
+    for name in ('settings.json', 'learned.jsonl'): (tmp_path / name).write_bytes((Path(little[0].run) / name).read_bytes())
+    run_lab(dataclasses.replace(little[0], run=str(tmp_path)), lambda line: None)
+    assert path.read_text() == whole
 
 
 def test_the_best_rate_is_the_fastest_and_edges_are_told():
@@ -277,7 +471,7 @@ def test_other_settings_and_other_worlds_are_refused(little):
         run_lab(dataclasses.replace(how, fresh=5))
     with pytest.raises(ValueError, match="no world 'parts one'"): LabChoice(worlds=['parts one'])
     with pytest.raises(ValueError, match='grpo has no critic'): get_contender('grpo (warm)')
-    for name, trial in TRIALS.items():
+    for name, trial in (TRIALS | FORETOLD).items():
         for rule in trial.rules: assert get_contender(rule).name == rule, name
 
 
@@ -289,7 +483,7 @@ def test_the_stored_lab_is_whole(tmp_path):
     assert (how.tuning, how.fresh, how.names) == (16, 128, list(TRIALS))
     run_lab(how, said.append)
     pairs = [(b['world'], b['rule']) for b in read_learned(tmp_path) if b['phase'] == 'fresh']
-    assert not said and pairs == [(name, rule) for name, trial in TRIALS.items() for rule in trial.rules]
+    assert not said and sorted(pairs) == sorted((name, rule) for name, trial in TRIALS.items() for rule in trial.rules)
 
 
 def test_time_that_is_up_begins_nothing(little, tmp_path):
@@ -302,8 +496,9 @@ def test_time_that_is_up_begins_nothing(little, tmp_path):
 
 def test_the_table_is_of_what_was_found(little):
     table = lab_table(little[0].run)
-    assert table.rule.tolist() == ['grpo', 'exact'] and table.steps.isna().tolist() == [True, False]
-    assert table.steps[1] == 1. == table.signal[1] and table.seeds[1] == 4
+    assert table.rule.tolist() == ['grpo', 'dr-grpo', 'exact', 'exact (undivided)']
+    assert table.steps.isna().tolist() == [True, False, False, False]
+    assert table.steps[2] == 1. == table.signal[2] and table.seeds[2] == 4
     judged = judge_expected(table, pd.DataFrame({'world': ['parts 1'], 'rule': ['exact'], 'expected': [1.3]}))
     assert judged.error.item() == pytest.approx(math.log(1.3)) and judged.error_always_1.item() == 0
     assert map_page(table).loc['parts 1', 'turns'] == 1
@@ -322,7 +517,7 @@ def written(little, folder, **steps):  # rule -> (steps, turns of each step) of 
 def test_the_map_says_what_turns_cost_and_at_which_rate(little, tmp_path):
     "Half of GRPO's steps, of eight times as many turns each: worth 2 by steps and a quarter by turns."
     table = written(little, tmp_path, grpo=([8, 9, 8, 9], 10), exact=([4, 4.5, 4, 4.5], 80))
-    row = table.iloc[1]
+    row = table.set_index('rule').loc['exact']
     assert row.steps == pytest.approx(2) and row.turns == pytest.approx(1 / 4) and row.verdict == 'ahead'
     assert row.turns_low < 1 / 4 < row.turns_high < 1 and (row.rate, row.edge) == (4., 1)
     assert map_page(table).loc['parts 1', 'ahead'] == 'exact ×2.00 (by turns ×0.25)'
@@ -330,11 +525,42 @@ def test_the_map_says_what_turns_cost_and_at_which_rate(little, tmp_path):
 
 def test_a_rule_that_never_gets_there_is_on_the_map(little, tmp_path):
     table = written(little, tmp_path, grpo=([8, 9, 8, 9], 10), exact=([-1, -1, 190, -1], 10))
-    assert math.isnan(table.steps[1]) and table.reached[1] == .25
+    row = table.set_index('rule').loc['exact']
+    assert math.isnan(row.steps) and row.reached == .25
     assert map_page(table).loc['parts 1', ['ahead', 'never there']].tolist() == ['', 'exact']
     chart = lab.Chart('Does it?', 'K', {'exact': [(1, 'parts 1', 'exact')]})
     assert lab.chart_says(chart, table) == "Does it? GRPO's steps over the rule's: exact never there at 1."
     assert [text.get_text() for text in chart_figure(chart, table).axes[1].texts] == ['never there']
+
+
+def rows_of(*found):  # (world, rule, steps, verdict)
+    "A table of a lab in which these were learned, each with an interval of a tenth."
+    return pd.DataFrame([{'world': world, 'rule': rule, 'steps': x, 'low': .9 * x, 'high': 1.1 * x, 'turns': x, 'seeds': 8.,
+                          'verdict': said} for world, rule, x, said in found])
+
+
+def test_which_rule_names_what_can_be_trained_and_where_worlds_contradict_each_other():
+    table = rows_of(('near miss 0.1', 'tspo', 1.3, 'ahead'), ('near miss 0.1', 'exact', 1.5, 'ahead'),
+                    ('near miss 0.1', 'igpo', 1.5, 'ahead'), ('chain 2', 'tspo', .8, 'behind'),
+                    ('parts 16', 'carl (warm, told)', 3., 'ahead'), ('parts 16', 'gigpo', math.nan, 'unknown'))
+    rows, said = lab.which({'turns': 2, 'right': .1, 'near': .4, 'parts': False}, table, 2)
+    assert rows.index.tolist() == ['tspo'] and list(rows) == ['near miss 0.1', 'chain 2']      # no bounds, nearest first
+    assert rows.loc['tspo'].tolist() == ['×1.30 (1.17 to 1.43), ahead', '×0.80 (0.72 to 0.88), behind']
+    assert 'tspo is ahead in near miss 0.1 and behind in chain 2' in said[-1] and 'most in near' in said[-1]
+    rows, said = lab.which({'turns': 16, 'right': .1, 'near': 0., 'parts': True}, table, 1)
+    assert rows['parts 16'].to_dict() == {'gigpo': 'never there'} and len(said) == 1
+
+
+def test_which_rule_measures_a_run_and_refuses_what_it_does_not_know(tmp_path, monkeypatch, capsys):
+    log = RunLog(tmp_path / 'tiny')
+    log.turns(0, [{'kind': 'evaluate', 'trajectory': to_json(t), 'advantages': None, 'reward': 0.}
+                  for t in example_group().trajectories])
+    log.close()
+    monkeypatch.setattr(lab, 'lab_table', lambda folder: rows_of(('near miss 0.3', 'tspo', 1.1, 'ahead')))
+    lab.which_main([f'run={tmp_path}', 'turns=2', 'worlds=1'])
+    shown = capsys.readouterr().out
+    assert 'your problem: turns 2, right 0.333, near 0.5' in shown and '×1.10 (0.99 to 1.21), ahead' in shown
+    with pytest.raises(SystemExit, match='near is not known'): lab.which_main(['turns=2', 'right=.1'])
 
 
 def test_every_chart_is_drawn_of_rows_that_exist(little):
