@@ -447,10 +447,6 @@ def check_engine(
         raise ValueError('several ranks, each with a vLLM of its own on its own GPU, have been run on CPUs only; '
                          'allow them with untried=True among the settings of vllm')
     rank_devices(vllm, c.ranks)
-    spread = c.ranks > 1 or c.learner == 'deepspeed' and c.stage == 3
-    if (transfer := vllm.get('transfer')) in ('ipc', 'nccl') and spread:
-        raise ValueError(f"transfer={transfer!r} wants whole weights on one GPU, and one learner that sends them; "
-                         "with several ranks or at stage 3 use transfer='file'")
     check_adapter(c.lora)
     if c.lora and vllm.get('sleep_level') == 2:
         raise ValueError('at sleep_level 2 vLLM forgets the base that an adapter belongs to: with lora take '

@@ -191,61 +191,16 @@ def _by_file(llm, named):
         _write_weights(named, folder)
         _read_weights(llm, folder)
 
-# %% ../nbs/machinery/21_vllm_engine.ipynb #c025
-class _Client:
-    "The four calls by which vLLM's trainer side drives an engine, for one that this process holds."
-    def __init__(self, llm): self.llm = llm
-    def init_weight_transfer_engine(self, init_info):
-        self.llm.collective_rpc('init_weight_transfer_engine', kwargs=dict(init_info=init_info))
-    def start_weight_update(self): self.llm.collective_rpc('start_weight_update')
-    def update_weights(self, update_info):
-        self.llm.collective_rpc('update_weights', kwargs=dict(update_info=update_info))
-    def finish_weight_update(self, weight_version=None): self.llm.collective_rpc('finish_weight_update')
-
-def _native(backend, address):
-    "Make a sender over vLLM's own transfer, opened at its first use: function(llm, named). Never run."
-    opened, held = [], {}
-    # handles travel pickled, between our own processes
-    if backend == 'ipc': os.environ.setdefault('VLLM_ALLOW_INSECURE_SERIALIZATION', '1')
-
-    def send(llm, named):
-        from vllm.distributed.weight_transfer import ParamMeta, WeightSource, WeightTransferTrainerFactory
-        from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
-        from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
-        class Source(WeightSource):
-            def metadata(self): return [ParamMeta(n, t.dtype, tuple(t.shape)) for n, t in held.items()]
-            def __iter__(self): return iter(held.items())
-        held.clear()
-        held.update(named)
-        if not opened:
-            workers = llm.vllm_config.parallel_config.world_size
-            host, port = address
-            info = IPCTrainerInitInfo(rank=0) if backend == 'ipc' else NCCLTrainerInitInfo(
-                rank=0, master_address=host, master_port=port, world_size=workers + 1)
-            opened.append(WeightTransferTrainerFactory.trainer_init(info, client=_Client(llm), source=Source()))
-        opened[0].send_weights()
-    return send
-
 # %% ../nbs/machinery/21_vllm_engine.ipynb #c027
 def make_transfer(
-    name,           # 'memory', 'file', 'ipc' or 'nccl'
-    apart,          # bool, whether the engine has one or more processes of its own
-    untried=False,  # bool, allow what has never been run
-    address=('127.0.0.1', 29650),  # host and port where learner and engine meet ('nccl')
+    name,   # 'memory' or 'file'
+    apart,  # bool, whether the engine has one or more processes of its own
 ):
-    """Choose how weights reach an engine: function(llm, {name: tensor}). Raises ValueError where that cannot work or
-    was never tried."""
-    if name not in ('memory', 'file', 'ipc', 'nccl'):
-        raise ValueError(f"transfer must be 'memory', 'file', 'ipc' or 'nccl', got {name!r}")
+    """Choose how weights reach an engine: function(llm, {name: tensor}). Raises ValueError where that cannot work."""
+    if name not in ('memory', 'file'): raise ValueError(f"transfer must be 'memory' or 'file', got {name!r}")
     if name == 'memory' and apart:
         raise ValueError("an engine in a process of its own cannot read this one's memory: use transfer='file'")
-    if name in ('memory', 'file'): return {'memory': _by_memory, 'file': _by_file}[name]
-    if not untried:
-        raise ValueError(f'transfer={name!r} is written by the documentation of vLLM 0.32 and has never been run; '
-                         'allow it with untried=True and look at sync_gap')
-    if not apart or not torch.cuda.is_available():
-        raise ValueError(f'transfer={name!r} needs CUDA and own_process=True')
-    return _native(name, address)
+    return {'memory': _by_memory, 'file': _by_file}[name]
 
 # %% ../nbs/machinery/21_vllm_engine.ipynb #c030
 def _set_environment(values):
@@ -401,7 +356,7 @@ class VLLMSettings:
     transfer: str = None       # how weights get across; None: 'memory', or 'file' to another process
     sleep_level: int = 0       # what `sleep` frees on CUDA, ROCm: 1 cache, the CPU keeps weights; 2 both; 0 nothing
     devices: str = None        # GPUs of its own process, by number among those of this one: '4,5'; None: the same
-    untried: bool = False      # allow what has never been run: transfers by 'ipc' and 'nccl', sleep levels 1 and 2
+    untried: bool = False      # allow what has never been run: sleep levels 1 and 2, devices of its own
     arguments: dict = field(default_factory=dict, hash=False)  # vLLM's: gpu_memory_utilization, tensor_parallel_size, …
 
     def __post_init__(self):
@@ -429,7 +384,7 @@ class VLLMSettings:
 
     def sender(self):
         "How weights get across: function(llm, {name: tensor}). Raises ValueError as `make_transfer` does."
-        return make_transfer(self.transfer or ('file' if self.apart else 'memory'), self.apart, self.untried)
+        return make_transfer(self.transfer or ('file' if self.apart else 'memory'), self.apart)
 
 # %% ../nbs/machinery/21_vllm_engine.ipynb #c037
 def _engine_arguments(
@@ -443,7 +398,6 @@ def _engine_arguments(
     out = {'max_model_len': max_length, 'max_num_seqs': max_rows, 'dtype': settings.dtype, **on_cpu,
            **settings.arguments}
     if settings.sleep_level: out['enable_sleep_mode'] = True
-    if settings.transfer in ('ipc', 'nccl'): out['weight_transfer_config'] = {'backend': settings.transfer}
     return out
 
 def check_vllm_settings(

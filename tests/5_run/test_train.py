@@ -697,16 +697,6 @@ def test_each_rank_gives_its_vllm_its_own_gpu(monkeypatch):
     VLLMSettings(own_process=True, untried=True, devices='2,3')
 
 
-@pytest.mark.parametrize('given', [dict(ranks=2), dict(stage=3)], ids=['two learners', 'weights on the CPU'])
-@pytest.mark.parametrize('transfer', ['ipc', 'nccl'])
-def test_a_transfer_that_wants_whole_weights_on_one_gpu_is_refused_elsewhere(transfer, given):
-    config = training.make_config(
-        dict(model=BASE, engine='vllm', learner='deepspeed',
-             vllm={'transfer': transfer, 'untried': True, 'own_process': True}, **given))
-    with pytest.raises(ValueError, match=f"transfer='{transfer}' wants whole weights on one GPU"):
-        training.check(config)
-
-
 def test_devices_for_all_ranks_are_refused():
     config = training.make_config(dict(model=BASE, engine='vllm', learner='deepspeed', ranks=2, vllm={'devices': '0'}))
     with pytest.raises(ValueError, match='leave devices out'): training.check(config)

@@ -5,7 +5,6 @@ One engine per process on a CPU: vLLM keeps global state, so what needs another 
 (tests/tools/vllm_process.py).
 """
 import copy
-import importlib
 import importlib.util
 import json
 import math
@@ -35,7 +34,7 @@ from credit_rl.runlog import latest_checkpoint, read_metrics, read_turns, same_m
 from credit_rl.tiny import tiny_environment
 from credit_rl.train import train
 from credit_rl.trajectory import Stop
-from credit_rl.vllm_engine import VLLMEngine, VLLMSettings, logp_gap, make_transfer, sync_gap
+from credit_rl.vllm_engine import VLLMEngine, VLLMSettings, logp_gap, sync_gap
 from credit_rl.world import make_world
 
 if importlib.util.find_spec('vllm') is None:
@@ -365,44 +364,6 @@ def test_sleep_without_a_gpu_forgets_and_goes_on(base, engine, env, world):
         VLLMSettings(sleep_level=1)
     with pytest.raises(ValueError, match='never been run'):
         VLLMSettings(devices='1', own_process=True)
-
-
-@pytest.mark.parametrize('backend', ['ipc', 'nccl'])
-def test_native_transfer_speaks_the_installed_vllms_language(monkeypatch, backend):
-    """Only the part that needs GPUs is replaced, vLLM's trainer side; its classes, and the calls that reach an engine,
-    are real. It has never sent a weight."""
-    from types import SimpleNamespace
-    from vllm.distributed.weight_transfer import TrainerWeightTransferEngine, WeightSource, WeightTransferTrainerFactory
-    from vllm.distributed.weight_transfer.base import TrainerInitInfo
-    calls, sent = [], []
-
-    def trainer_init(info, *, client, source):
-        assert isinstance(info, TrainerInitInfo) and info.backend == backend and info.is_sender and isinstance(
-            source, WeightSource)
-        assert backend == 'ipc' or info.world_size == 3
-        client.init_weight_transfer_engine({'packed': False})
-
-        def send_weights():
-            client.start_weight_update()
-            client.update_weights({'names': [m.name for m in source.metadata()]})
-            sent.append({m.name: (t, m.shape, m.dtype) for m, (_, t) in zip(source.metadata(), source)})
-            client.finish_weight_update()
-        return SimpleNamespace(send_weights=send_weights)
-    monkeypatch.setattr(WeightTransferTrainerFactory, 'trainer_init', trainer_init)
-    monkeypatch.setenv('VLLM_ALLOW_INSECURE_SERIALIZATION', '0')
-    llm = SimpleNamespace(collective_rpc=lambda name, kwargs=None: calls.append((name, *(kwargs or {}))),
-                          vllm_config=SimpleNamespace(parallel_config=SimpleNamespace(world_size=2)))
-    monkeypatch.setattr(torch.cuda, 'is_available', lambda: True)
-    send = make_transfer(backend, apart=True, untried=True)
-    for value in (1., 2.):
-        send(llm, {'a': torch.full((2, 3), value), 'b': torch.zeros(1)})
-    update = [('start_weight_update',), ('update_weights', 'update_info'), ('finish_weight_update',)]
-    assert calls == [('init_weight_transfer_engine', 'init_info'), *update, *update]
-    assert all(
-        callable(getattr(importlib.import_module('vllm.v1.worker.gpu_worker').Worker, name)) for name, *_ in calls)
-    assert [x['a'][0][0, 0].item()
-            for x in sent] == [1., 2.] and sent[0]['a'][1:] == ((2, 3), torch.float32) and list(sent[0]) == ['a', 'b']
-    assert callable(TrainerWeightTransferEngine.send_weights)
 
 
 def test_this_process_is_left_as_it_was(engine):

@@ -50,11 +50,11 @@ ROOT = Path(__file__).resolve().parents[2]
 VLLM = importlib.util.find_spec('vllm') is not None
 # many runs in the tiny world, for credit_rl.compare
 OURS = ('sweep', 'sweep_weak', 'claims', 'engines', 'ahead', 'carl_warm', 'carl_tiny', 'study', 'study_again',
-        'asking', 'search_r1_grpo_qwen3_1.7b')                                      # the last: what others ship
+        'asking')
 FILES = {
     p.stem: p
     for p in kept(ROOT, 'runs/params/*.yaml')
-    if p.stem not in ('demo', 'carl_demo', 'real', 'real_rules', *OURS) and not p.stem.endswith('_warmup')
+    if p.stem not in ('demo', 'carl_demo', 'real', 'real_rules', 'search_r1_grpo_qwen3_1.7b', *OURS) and not p.stem.endswith('_warmup')
     and not p.stem.startswith('eval_') and '_long' not in p.stem                  # long answers: test_longform.py
 }
 # how a paper evaluates, for credit_rl.evaluate; long answers: test_longform.py
