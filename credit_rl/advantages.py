@@ -9,7 +9,7 @@ __all__ = ['PARTS', 'rloo', 'reinforce_pp', 'gae', 'mt_grpo', 'mt_grpo_star', 'a
 # %% ../nbs/1_rules/40_advantages.ipynb #c003
 import hashlib, torch
 from array import array
-from .folr import turn_normalize
+from .tspo import turn_normalize
 from .groups import (cast_like, check_groups, check_some, check_tensors, check_turns, discounted_suffix,
                               discounted_sum, group_normalize, measured, standardize, widen)
 from .parts import to_tokens

@@ -12,7 +12,7 @@ import dataclasses, json, math, sys, time
 from dataclasses import dataclass
 import torch
 from .engine import SamplingParams, seed_of
-from .folr import chance_occurrence, gold_in_question
+from .tspo import chance_occurrence, gold_in_question
 from .groups import index_groups
 from .information_gain import belief_of, belief_warning
 from .launch import Progress, set_torch

@@ -8,7 +8,7 @@ __all__ = ['pages_shown', 'answer_shown', 'next_queries', 'write_message', 'demo
 # %% ../nbs/2_environment/58_demonstrations.ipynb #d002
 import json, random, re
 from .engine import seed_of
-from .folr import first_occurrence
+from .tspo import first_occurrence
 from .metrics import exact_match
 from .readers import to_nfc
 from .rollout import add_message

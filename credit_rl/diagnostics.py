@@ -15,7 +15,7 @@ from itertools import cycle
 from .benchmarks import BENCHMARKS
 from .critics import auc, brier, expected_calibration_error, reliability
 from .evaluate import evaluate, measure
-from .folr import evidence_golds, first_occurrence
+from .tspo import evidence_golds, first_occurrence
 from .launch import Ranks
 from .methods import METHODS
 from .metrics import carl_match, normalize

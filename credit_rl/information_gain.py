@@ -11,7 +11,7 @@ __all__ = ['NORMS', 'PARTS', 'best_gold_logp', 'information_gain', 'has_answer',
 import math, re, string, torch
 from .groups import (cast_like, check_groups, check_turns, discounted_suffix, discounted_sum, measured,
                               standardize, widen)
-from .folr import first_occurrence, has_evidence
+from .tspo import first_occurrence, has_evidence
 from .readers import to_nfc
 from .tools import returned_texts
 from .potentials import bridge

@@ -16,7 +16,7 @@ import torch
 from .advantages import anchor_ids, anchor_share
 from .critics import explained_variance
 from .evaluate import bootstrap_interval, by_set, summarize
-from .folr import first_turns, gold_in_question, has_evidence, near_miss_share, op_table
+from .tspo import first_turns, gold_in_question, has_evidence, near_miss_share, op_table
 from .groups import group_share, index_groups
 from .information_gain import belief_check, gold_statistics, state_logp
 from .layout import turn_means

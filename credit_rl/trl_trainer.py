@@ -15,7 +15,7 @@ import torch
 from .adapters import Arrays, assign_arrays, needs, turns_from_mask
 from .engine import HFEngine, SamplingParams, seed_of
 from .evaluate import evaluate
-from .folr import folr_rewards
+from .tspo import folr_rewards
 from .layout import loss_weights
 from .methods import get_method
 from .parameters import by_group, error_line, make_parser, read_settings

@@ -10,7 +10,7 @@ import html, math, re, string
 from dataclasses import dataclass, field
 from importlib.resources import files
 from pathlib import Path
-from .folr import evidence_golds, evidence_words
+from .tspo import evidence_golds, evidence_words
 from .metrics import exact_match
 from .tools import Observation, observation_of
 

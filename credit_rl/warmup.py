@@ -18,7 +18,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 from .critics import at_states, auc, explained_variance, segment_starts
 from .engine import SamplingParams, seed_of
-from .folr import first_occurrence
+from .tspo import first_occurrence
 from .groups import index_groups
 from .launch import Ranks
 from .layout import hidden_states, pack

@@ -1,5 +1,5 @@
 """Notebooks as pages of the site: which there are, in which chapters, and where a link of one file of the repository to
-another leads on the site. A page lies where its file lies: nbs/1_rules/32_folr.ipynb is nbs/1_rules/32_folr.html."""
+another leads on the site. A page lies where its file lies: nbs/1_rules/32_tspo.ipynb is nbs/1_rules/32_tspo.html."""
 import json
 import os
 import re

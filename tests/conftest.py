@@ -22,7 +22,7 @@ LONG = 5                                        # seconds from which on a test m
 BOUND = 540                                     # seconds for a process that a test starts, less than for the test
 
 
-OPENED = ('nbs/000_tour.ipynb', 'nbs/1_rules/32_folr.ipynb', 'nbs/figures/readme_2.png', 'runs/LOG.md',
+OPENED = ('nbs/000_tour.ipynb', 'nbs/1_rules/32_tspo.ipynb', 'nbs/figures/readme_2.png', 'runs/LOG.md',
           'runs/log/2026-11-20.md', 'runs/params/demo.yaml', 'runs/sweep/grpo-201/summary.json', 'runs/lab/exact.csv',
           'runs/study/bases.csv', 'runs/smollm2/rules/answers.csv', 'data/README.md', 'data/rows/gsm8k.jsonl',
           'data/tiny_base/config.json')

@@ -19,7 +19,7 @@ APART = ('experiments', 'papers')   # chapters
 LOOP = ('learner', 'sharded', 'methods', 'step_metrics', 'dry_run', 'settings', 'setup', 'train', 'sft', 'prepare',
         'export')
 # written by hand: other names of modules
-ALIASES = {'tspo', 'carl'}
+ALIASES = {'folr', 'smdp'}
 HERE = [str(p) for p in (ROOT, ROOT.parent, Path.home(), Path(tempfile.gettempdir())) if p != Path(p.anchor)]
 PATHS = re.compile('(?<![\\w/.:<])(?:' + '|'.join(map(re.escape, HERE)) +
                    '|/(?:home|root|Users|tmp|var|usr|opt|mnt|private|scratch))/\\w')
@@ -321,7 +321,7 @@ def test_a_name_has_one_meaning():
 
 
 def test_a_modules_tests_lie_in_a_folder_named_as_its_chapter():
-    "tests/1_rules/test_folr.py is of nbs/1_rules/32_folr.ipynb, and so is test_folr_MORE.py."
+    "tests/1_rules/test_tspo.py is of nbs/1_rules/32_tspo.ipynb, and so is test_tspo_MORE.py."
     chapters, wrong = {nb.name: nb.chapter for nb in NOTEBOOKS if not nb.runs}, []
     for path in (ROOT / 'tests').rglob('test_*.py'):
         words = path.stem.split('_')[1:]

@@ -170,7 +170,7 @@ def test_made_pages_name_notebooks_that_there_are(site_read, archive):
     pages = [*map(method_page, METHODS.values()), site_pages.methods_page(), site_pages.settings_page(),
              site_pages.api_page(api.HOMES), site_pages.results_page(archive)]
     named = {name for page in pages for name in re.findall(r'`(\d\d+_\w+)`', page)}
-    assert {'97_results', '32_folr'} < named <= set(site_read.stems)
+    assert {'97_results', '32_tspo'} < named <= set(site_read.stems)
 
 
 # ---- notebooks ----
@@ -358,7 +358,7 @@ def test_make_docs_builds_a_site_without_a_dead_link(site, root):
             and d['location'] == 'nbs/1_rules/33_information_gain.html']
     broken = site / 'methods' / 'tspo.html'
     whole = broken.read_text()
-    broken.write_text(whole.replace('../nbs/1_rules/32_folr.html', '../nbs/1_rules/32_gone.html', 1))
+    broken.write_text(whole.replace('../nbs/1_rules/32_tspo.html', '../nbs/1_rules/32_gone.html', 1))
     assert dead_links(site, '/credit_rl/') == ['methods/tspo.html: ../nbs/1_rules/32_gone.html']
     broken.write_text(whole)
 

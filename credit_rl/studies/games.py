@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch.nn.functional import normalize as unit_length, pad
 from ..engine import seed_of
-from ..folr import first_turns
+from ..tspo import first_turns
 from ..trajectory import Group, Question, Result, Stop, Trajectory, Turn
 
 # %% ../../nbs/experiments/37_games.ipynb #c004

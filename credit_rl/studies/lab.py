@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from torch.nn.functional import pad
 from ..engine import seed_of
-from ..folr import first_turns, folr_rewards, near_miss_statistics
+from ..tspo import first_turns, folr_rewards, near_miss_statistics
 from ..groups import index_groups
 from .foretell import with_rivals
 from .games import (Moves, action_chances, asking, base_right, chain, draw_moves, earned_before,

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from ..engine import HFEngine, SamplingParams
 from ..evaluate import summarize
-from ..folr import first_turns, has_evidence, near_miss_share, op_table
+from ..tspo import first_turns, has_evidence, near_miss_share, op_table
 from ..groups import group_share, index_groups
 from ..information_gain import belief_of
 from ..models import load_model

@@ -25,7 +25,7 @@ from ..potentials import ModelShape, scoring_flops
 from ..datasets import MIXTURES
 from ..environment import asked_protocol
 from ..evaluate import measure, read_manifest, read_scores
-from ..folr import chi_squared, first_turns, has_evidence, op_table
+from ..tspo import chi_squared, first_turns, has_evidence, op_table
 from .longform import VERDICTS, judged_table
 from ..methods import METHODS, get_method
 from ..metrics import carl_match

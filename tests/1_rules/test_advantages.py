@@ -17,7 +17,7 @@ from torchrl.objectives.value import functional
 
 from credit_rl.advantages import (anchor_ids, anchor_share, discounted_sum, gae, gigpo, group_normalize, mt_grpo,
                                   mt_grpo_star, reinforce_pp, rloo, to_tokens, turn_normalize)
-from credit_rl.folr import folr_rewards, tspo_advantages
+from credit_rl.tspo import folr_rewards, tspo_advantages
 from credit_rl.groups import at_last_turn, discounted_suffix, group_share, standardize
 from credit_rl.losses import kl
 from credit_rl.trajectory import Group, Question, Trajectory, Turn, example_group
@@ -633,14 +633,14 @@ NO_ADVANTAGES = ('at_last_turn', 'folr_rewards', 'task_values', 'shaping_rewards
 
 
 def called(name, **given):
-    import credit_rl.advantages, credit_rl.information_gain, credit_rl.losses, credit_rl.potentials, credit_rl.smdp
+    import credit_rl.advantages, credit_rl.information_gain, credit_rl.losses, credit_rl.potentials, credit_rl.carl
     import credit_rl.vspo
     values = {'outcome': torch.tensor([0., 1.]), 'groups': torch.tensor([0, 0]), 'first': torch.tensor([0, -1]),
               'mask': torch.ones(2, 2, dtype=torch.bool), 'turns': torch.tensor([[0., 1.], [1., 1.]]), 'gamma': .9,
               'anchors': torch.tensor([[0, 1], [0, 2]]), 'states': torch.tensor([[-2., -1., 0.], [-2., -2., 0.]]),
               'logps': torch.tensor([[-2., -1.], [-2., -2.]]), **given}
-    homes = (credit_rl.groups, credit_rl.folr, credit_rl.advantages, credit_rl.information_gain, credit_rl.vspo,
-             credit_rl.potentials, credit_rl.smdp, credit_rl.losses)
+    homes = (credit_rl.groups, credit_rl.tspo, credit_rl.advantages, credit_rl.information_gain, credit_rl.vspo,
+             credit_rl.potentials, credit_rl.carl, credit_rl.losses)
     function = next(vars(m)[name] for m in homes if name in vars(m))
     return function(*(values[x] for x in CALLS[name]))
 

@@ -8,7 +8,7 @@ from torch.testing import assert_close
 
 from credit_rl.critics import auc
 from credit_rl.engine import HFEngine, SamplingParams
-from credit_rl.folr import first_turns
+from credit_rl.tspo import first_turns
 from credit_rl.information_gain import (NORMS, PARTS, belief_check, belief_schema, belief_warning, best_gold_logp,
                                         first_answer, gold_entropy, has_answer, igpo_advantages, information_gain,
                                         set_f1, shown_states, with_outcome)

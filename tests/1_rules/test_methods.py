@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from credit_rl.engine import HFEngine, ScriptedEngine
-from credit_rl.folr import first_turns, folr_rewards, tspo_advantages
+from credit_rl.tspo import first_turns, folr_rewards, tspo_advantages
 from credit_rl.information_gain import igpo_advantages, with_outcome
 from credit_rl.layout import pack
 from credit_rl.learner import FrozenModels, Learner, Optimiser, PlainBackend, make_critic
@@ -23,7 +23,7 @@ from credit_rl.protocol import PROTOCOLS, Chat
 from credit_rl.rollout import rollout
 from credit_rl.runlog import RunLog, latest_checkpoint, read_metrics
 from credit_rl.scoring import gold_templates
-from credit_rl.smdp import segment_advantages
+from credit_rl.carl import segment_advantages
 from credit_rl.settings import check, make_config
 from credit_rl.setup import Setup
 from credit_rl.tiny import NOISY, act, tiny_environment

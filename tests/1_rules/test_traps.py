@@ -10,7 +10,7 @@ import pytest, torch
 from torch.testing import assert_close
 
 from credit_rl.advantages import discounted_sum, mt_grpo_star, to_tokens, turn_normalize
-from credit_rl.folr import first_occurrence, folr_rewards
+from credit_rl.tspo import first_occurrence, folr_rewards
 from credit_rl.groups import at_last_turn, group_normalize, group_share
 from credit_rl.layout import loss_weights, pack, token_logps
 from credit_rl.metrics import normalize

@@ -11,7 +11,7 @@ from credit_rl.datasets import load_questions
 from credit_rl.environment import Conversation, Source, make_environment
 from credit_rl.engine import ScriptedEngine
 from credit_rl.evaluate import measure
-from credit_rl.folr import first_turns
+from credit_rl.tspo import first_turns
 from credit_rl.metrics import characters, f1, score_answer
 from credit_rl.outcome import outcome_rewards
 from credit_rl.protocol import byte_tokenizer

@@ -999,7 +999,7 @@ def test_a_real_test_file_without_answers(data):
 # ---- the set that lies in the repository ----
 
 def test_the_real_parts_share_neither_questions_nor_pages_that_hold_an_answer():
-    from credit_rl.folr import first_occurrence
+    from credit_rl.tspo import first_occurrence
     parts = {part: load_questions('real', split=part) for part in ('train', 'dev', 'test')}
     pages = load_corpus('real')
     by_title = {}

@@ -13,7 +13,7 @@ from credit_rl.benchmarks import get_benchmark, read_question
 from credit_rl.datasets import load_corpus, load_questions
 from credit_rl.dumps import read_dump
 from credit_rl.demonstrations import answer_shown, next_queries
-from credit_rl.folr import first_occurrence
+from credit_rl.tspo import first_occurrence
 from credit_rl.information_gain import set_f1
 from credit_rl.judge import read_key, judge_text
 from credit_rl.launch import check_hosts

@@ -8,7 +8,7 @@ import pytest
 from credit_rl.demonstrations import (answer_shown, demonstrate, demonstrate_all, next_queries, pages_shown, reach,
                                       write_message)
 from credit_rl.environment import Conversation, make_environment
-from credit_rl.folr import first_occurrence
+from credit_rl.tspo import first_occurrence
 from credit_rl.metrics import exact_match
 from credit_rl.protocol import PROTOCOLS, Protocol, byte_tokenizer, get_protocol, parse
 from credit_rl.readers import Passage

@@ -1,5 +1,5 @@
 """A corpus of messages and programs as instruct models write them, by kind, each with its reading, through every
-protocol: `tests/fixtures/messages.tsv`, of our own writing, and the programs of test_carl_programs.py. In a message {C:a}
+protocol: `tests/fixtures/messages.tsv`, of our own writing, and the programs of test_protocol_programs.py. In a message {C:a}
 is a call for "a" as the protocol writes it, {T:…} a thought, {A:…} an answer, {F:…} a tool's answer, {c} {/c} and the like
 their tags alone, {q:a} the inside of a call. A reading is "call QUERIES", "program CODE", "answer TEXT", "keeps NOTE, what
 is wrong", or "error" with words of which its message has one.

@@ -6,7 +6,7 @@ import pytest
 from credit_rl.demonstrations import pages_shown
 from credit_rl.environment import Conversation, make_environment
 from credit_rl.evaluate import Evaluation, _shown_as
-from credit_rl.folr import first_occurrence
+from credit_rl.tspo import first_occurrence
 from credit_rl.protocol import byte_tokenizer
 from credit_rl.readers import Passage
 from credit_rl.retrieval import BM25

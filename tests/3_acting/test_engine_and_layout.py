@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from credit_rl.folr import first_turns
+from credit_rl.tspo import first_turns
 from credit_rl.engine import HFEngine, SamplingParams, ScriptedEngine, draw
 from credit_rl.layout import AVERAGES, loss_weights, pack, take, token_logps
 from credit_rl.learner import FrozenModels, Learner, Optimiser, deal

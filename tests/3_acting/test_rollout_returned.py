@@ -6,7 +6,7 @@ import re
 import pytest
 
 from credit_rl.engine import ScriptedEngine
-from credit_rl.folr import first_turns
+from credit_rl.tspo import first_turns
 from credit_rl.protocol import PROTOCOLS, Chat, byte_tokenizer
 from credit_rl.readers import Passage
 from credit_rl.rollout import Environment, rollout

@@ -136,7 +136,7 @@ words = st.lists(st.sampled_from(WORDS), max_size=8)
 @settings(deadline=None)
 @given(words, st.lists(st.sampled_from(['Rome', 'New York', 'the New York', 'US', 'yes', 'York', 'a']), max_size=3))
 def test_gold_spans_agree_with_first_occurrence(text, golds):
-    from credit_rl.folr import first_occurrence
+    from credit_rl.tspo import first_occurrence
     text = ' '.join(text)
     spans = gold_spans(text, golds)
     assert bool(spans) == (first_occurrence([text], golds) == 0)

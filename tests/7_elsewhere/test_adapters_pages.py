@@ -232,8 +232,8 @@ def test_no_page_of_a_trainer_is_left_out(root):
     texts = [''.join(c['source']) for c in cells if c['cell_type'] == 'markdown']
     sections = {s.split('\n')[0].strip('# ') for t in texts for s in t.split('\n## ') if '\n    from ' in s
                 or '\n    import ' in s}
-    assert sections == {'A loop of your own', 'verl and SkyRL', 'Turn rewards in verl', 'OpenRLHF', 'slime', 'prime-rl and verifiers',
-                        'AReaL', 'How to use it', 'In our environment', "Our search as TRL's environment"}
+    assert sections == {'A loop of your own', 'verl and SkyRL', 'Turn rewards in verl', 'OpenRLHF', 'slime',
+                        'prime-rl and verifiers', 'AReaL', 'How to use it', 'In our environment', "Our search as TRL's environment"}
 
 
 # ---- a script beside a clone ----

@@ -11,12 +11,12 @@ import torch
 
 from credit_rl import conformance
 from credit_rl.advantages import rloo
-from credit_rl.folr import selective_advantages
+from credit_rl.tspo import selective_advantages
 from credit_rl.groups import at_last_turn, group_normalize
 from credit_rl.information_gain import igpo_advantages
 from credit_rl.methods import METHODS
 from credit_rl.parts import to_tokens
-from credit_rl.smdp import segment_advantages
+from credit_rl.carl import segment_advantages
 
 ROOT = Path(__file__).resolve().parents[2]
 STORED, CHECKER = (ROOT / 'data' / 'conformance' / name for name in ('vectors_v1.json', 'check.py'))

@@ -14,7 +14,7 @@ import torch
 
 from credit_rl.engine import HFEngine, SamplingParams
 from credit_rl.evaluate import evaluate
-from credit_rl.folr import first_turns
+from credit_rl.tspo import first_turns
 from credit_rl.groups import group_share
 from credit_rl.outcome import outcome_rewards
 from credit_rl.rollout import rollout

@@ -15,10 +15,10 @@ import torch
 
 from credit_rl.advantages import (discounted_sum, gae, gigpo, group_normalize, mt_grpo_star, reinforce_pp, rloo,
                                   to_tokens)
-from credit_rl.folr import tspo_advantages
+from credit_rl.tspo import tspo_advantages
 from credit_rl.information_gain import igpo_advantages, information_gain, with_outcome
 from credit_rl.potentials import answer_potential, shaping_rewards
-from credit_rl.smdp import segment_advantages
+from credit_rl.carl import segment_advantages
 from credit_rl.turn_rewards import place_rewards
 from credit_rl.vspo import kept_and_weights
 

@@ -9,7 +9,7 @@ import json
 import random
 import time
 
-from credit_rl.folr import first_turns
+from credit_rl.tspo import first_turns
 from credit_rl.readers import Passage
 from credit_rl.tools import SearchTool
 from credit_rl.trajectory import Group, Question, Trajectory, Turn

@@ -90,7 +90,7 @@ def test_failures_that_were_shown_the_gold_are_as_many_as_asked():
 
 def test_what_a_game_reads_is_what_the_library_reads(game):
     "The page that first shows a gold, and equal numbers for equal words and pages."
-    from credit_rl.folr import first_turns
+    from credit_rl.tspo import first_turns
     pi, generator = action_chances(game, game.base[None]), torch.Generator().manual_seed(0)
     moves = draw_moves(game, pi, torch.arange(len(game.questions))[None], 8, generator)
     groups, (numbers, shows) = group_moves(game, pi, moves, 8), game.reads
@@ -117,7 +117,7 @@ def test_routine_turns_decide_nothing():
 
 def test_near_misses_are_seen_by_folr():
     "`found` of the base's rollouts are shown the gold, as first_turns sees it."
-    from credit_rl.folr import first_turns
+    from credit_rl.tspo import first_turns
     game, generator = near_miss(.025, .5), torch.Generator().manual_seed(1)
     pi = action_chances(game, game.base[None])
     moves = draw_moves(game, pi, torch.arange(64)[None], 32, generator)

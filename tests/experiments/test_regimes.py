@@ -7,7 +7,7 @@ import torch
 
 from credit_rl import tiny
 from credit_rl.engine import ScriptedEngine
-from credit_rl.folr import first_turns
+from credit_rl.tspo import first_turns
 from credit_rl.information_gain import belief_check, belief_of, belief_schema
 from credit_rl.layout import pack
 from credit_rl.metrics import exact_match, parts

@@ -115,7 +115,7 @@ def test_importing_the_package_changes_nothing_in_a_program_of_others(tmp_path):
 @pytest.mark.parametrize('command, policy', [
     (['-m', 'credit_rl.train'], 'passive'), (['-m', 'credit_rl.command', 'audit'], 'passive'),
     (['-c', 'from credit_rl.command import main; main(["audit"])'], 'passive'),
-    (['-c', 'import credit_rl.folr'], None)])
+    (['-c', 'import credit_rl.tspo'], None)])
 def test_threads_sleep_in_commands(command, policy, tmp_path):
     "What stands in the environment when a command imports PyTorch, and where the user says otherwise."
     (tmp_path / 'torch.py').write_text('import os, sys\nprint(os.environ.get("OMP_WAIT_POLICY"))\nsys.exit()')
@@ -126,10 +126,10 @@ def test_threads_sleep_in_commands(command, policy, tmp_path):
         assert done.stdout.strip() == str(given.get('OMP_WAIT_POLICY', policy)), done.stderr
 
 
-@pytest.mark.parametrize('name, module', [('tspo', 'folr'), ('carl', 'smdp')])
-def test_modules_by_the_names_of_the_field(name, module):
+@pytest.mark.parametrize('name, module', [('folr', 'tspo'), ('smdp', 'carl')])
+def test_modules_by_their_names_before(name, module):
     alias, own = importlib.import_module(f'credit_rl.{name}'), importlib.import_module(f'credit_rl.{module}')
-    assert getattr(credit_rl, name) is alias and own.__all__
+    assert getattr(credit_rl, module) is own and own.__all__
     assert all(getattr(alias, n) is getattr(own, n) for n in own.__all__)
 
 

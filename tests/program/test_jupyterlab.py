@@ -73,14 +73,14 @@ def test_a_new_notebook_is_clean_and_a_changed_output_is_kept():
 
 def test_make_export_writes_back_what_was_saved(checkout, run_python):
     "A notebook saved by any program, and one that is new; what is as the last commit has it stays untouched."
-    path, new = checkout / 'nbs' / '1_rules' / '32_folr.ipynb', checkout / 'nbs' / '1_rules' / '44_mine.ipynb'
+    path, new = checkout / 'nbs' / '1_rules' / '32_tspo.ipynb', checkout / 'nbs' / '1_rules' / '44_mine.ipynb'
     path.write_text(saved_by_jupyterlab(path.read_text(encoding='utf-8'), ' More.'), encoding='utf-8')
     new.write_text(nbformat.writes(nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell('1', execution_count=3)])))
     copies = checkout / 'nbs' / '1_rules' / '.ipynb_checkpoints'
     copies.mkdir()
-    shutil.copy(path, copies / '32_folr-checkpoint.ipynb')
+    shutil.copy(path, copies / '32_tspo-checkpoint.ipynb')
     run_python('docs/saved.py', cwd=checkout, env={'PYTHONPATH': str(checkout)})
-    assert git(checkout, 'diff', '--numstat').split() == ['1', '1', 'nbs/1_rules/32_folr.ipynb']
+    assert git(checkout, 'diff', '--numstat').split() == ['1', '1', 'nbs/1_rules/32_tspo.ipynb']
     assert json.loads(new.read_text())['cells'][0]['execution_count'] is None
     assert new in notebooks_in(checkout / 'nbs') and not [p for p in notebooks_in(checkout) if 'checkpoint' in p.name]
 
@@ -112,12 +112,12 @@ def test_the_tour_in_a_real_jupyterlab(checkout, tmp_path):
         assert (checkout / 'nbs' / '.ipynb_checkpoints').is_dir()
         ran = json.loads((checkout / 'nbs' / '000_tour.ipynb').read_text(encoding='utf-8'))['cells']
         shown = json.dumps(ran[-2]['outputs'])
-        assert '32_folr' in shown and 'checkpoint' not in shown
+        assert '32_tspo' in shown and 'checkpoint' not in shown
 
-        open_notebook('1_rules/32_folr.ipynb')
+        open_notebook('1_rules/32_tspo.ipynb')
         for word in ('One.', 'Two.'):
             tab.ask(f'(cell => cell.sharedModel.setSource(cell.sharedModel.getSource() + " {word}"))({cells}.at(-1))')
             do('docmanager:save')
             assert tab.ask('[...document.querySelectorAll(".jp-Dialog")].map(dialog => dialog.innerText)') == []
-        assert git(checkout, 'diff', '--numstat', 'nbs/1_rules').split() == ['1', '1', 'nbs/1_rules/32_folr.ipynb']
+        assert git(checkout, 'diff', '--numstat', 'nbs/1_rules').split() == ['1', '1', 'nbs/1_rules/32_tspo.ipynb']
         assert 'One. Two.' in git(checkout, 'diff', 'nbs/1_rules')

@@ -1,4 +1,4 @@
-"""32_folr: what a tool returned is evidence, and nothing else in an observation; golds that are no find; the quick
+"""32_tspo: what a tool returned is evidence, and nothing else in an observation; golds that are no find; the quick
 search for golds against the slow one."""
 import dataclasses
 import math
@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from credit_rl.diagnostics import error_category
-from credit_rl.folr import (chance_occurrence, evidence_golds, evidence_words, first_occurrence, first_turns,
+from credit_rl.tspo import (chance_occurrence, evidence_golds, evidence_words, first_occurrence, first_turns,
                             gold_in_question, has_evidence)
 from credit_rl.information_gain import shown_states
 from credit_rl.methods import get_method

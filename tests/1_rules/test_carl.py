@@ -1,4 +1,4 @@
-"""41_smdp: CARL's segment advantages against torchrl's GAE, and their identities."""
+"""41_carl: CARL's segment advantages against torchrl's GAE, and their identities."""
 import math
 
 import pytest, torch
@@ -8,7 +8,7 @@ from torch.testing import assert_close
 from credit_rl.layout import pack
 from credit_rl.methods import get_method
 from credit_rl.parts import Measured
-from credit_rl.smdp import segment_advantages, segment_kinds
+from credit_rl.carl import segment_advantages, segment_kinds
 from credit_rl.trajectory import example_group
 
 settings.register_profile('credit', deadline=None, max_examples=40)

@@ -1,4 +1,4 @@
-"""32_folr: TSPO against its paper's example and equations, when it is GRPO, near misses, and chi-squared against
+"""32_tspo: TSPO against its paper's example and equations, when it is GRPO, near misses, and chi-squared against
 scipy. No library that can be installed holds TSPO: it is compared with its definition, written out slowly."""
 import math
 
@@ -7,7 +7,7 @@ from hypothesis import given, settings, strategies as st
 from torch.testing import assert_close
 
 from credit_rl.advantages import group_normalize, turn_normalize
-from credit_rl.folr import (check_binary, chi_squared, evidence_golds, first_occurrence, first_turns, folr_rewards,
+from credit_rl.tspo import (check_binary, chi_squared, evidence_golds, first_occurrence, first_turns, folr_rewards,
                             group_misses, has_evidence, near_miss_share, near_miss_statistics, op_table,
                             tspo_advantages)
 from credit_rl.trajectory import Group, Question, Trajectory, Turn, example_group
@@ -46,7 +46,7 @@ def test_tspo_collapses_to_grpo(batch, strategy, alpha):
 
 
 @given(binary_batches(), st.floats(0, 1))
-def test_folr_is_equation_6(batch, alpha):
+def test_tspo_is_equation_6(batch, alpha):
     outcome, first, mask, groups = batch
     r = folr_rewards(outcome, first, mask, alpha)
     for i in range(len(outcome)):
@@ -153,7 +153,7 @@ def test_chi_squared_agrees_with_scipy(counts):
         return
     expected = chi2_contingency(table.numpy(), correction=False)
     assert math.isclose(chi_squared(table), expected.statistic, rel_tol=1e-9, abs_tol=1e-9)
-    # as 32_folr has it
+    # as 32_tspo has it
     assert math.isclose(math.erfc(math.sqrt(chi_squared(table) / 2)), expected.pvalue, rel_tol=1e-6, abs_tol=1e-12)
 
 
