@@ -134,9 +134,9 @@ def test_maximum_over_golds_comes_before_the_difference():
 
 def test_bad_golds_are_refused():
     sums = torch.tensor([[-1.0, -2.0]])
-    with pytest.raises(ValueError, match='no tokens'): best_gold_logp(sums, torch.tensor([1, 0]))
+    with pytest.raises(ValueError, match='tokens'): best_gold_logp(sums, torch.tensor([1, 0]))
     with pytest.raises(ValueError, match=r'log\(\)'): best_gold_logp(-sums, torch.tensor([1, 1]))
-    with pytest.raises(ValueError, match='without golds'):
+    with pytest.raises(ValueError, match='golds'):
         best_gold_logp(sums, torch.tensor([1, 1]), torch.tensor([False, False]))
     with pytest.raises(ValueError, match='floats'): best_gold_logp(sums.long(), torch.tensor([1, 1]))
     square = torch.full((2, 2, 2), -1.0)  # a mask (N, M) would silently be read as (states, M)
@@ -519,7 +519,7 @@ def test_only_the_first_accepted_answers_are_scored(played):
     assert needs('tips', golds=2).teacher.most == 2
     scored = lambda most: gold_templates(chat, [many], 'own', most)[0]
     assert [len(scored(most)) for most in (16, 3, 99, None)] == [16, 3, 20, 20] and scored(3) == scored(None)[:3]
-    with pytest.raises(ValueError, match='golds must be at least 1, got 0'): needs('igpo', golds=0)
+    with pytest.raises(ValueError, match='golds'): needs('igpo', golds=0)
 
 
 def test_the_gain_asks_in_the_protocols_words_unless_told():
@@ -527,4 +527,4 @@ def test_the_gain_asks_in_the_protocols_words_unless_told():
     usual = {name: option.default for name, option in gain.options.items()}
     schema = lambda **o: gain.needs({**usual, **o}).gold.schema
     assert schema() == 'own' and schema(schema=['a ', '']) == ['a ', '']
-    with pytest.raises(ValueError, match="'own', one of"): gain.check({**usual, 'schema': 'tpis'})
+    with pytest.raises(ValueError, match="'own'"): gain.check({**usual, 'schema': 'tpis'})

@@ -281,7 +281,7 @@ def test_the_refund_is_not_what_alpha_is_sized_by():
 
 def test_without_any_shaping_there_is_no_pilot():
     for nothing in (torch.zeros(2, 3), torch.full((2, 3), NAN)):
-        with pytest.raises(ValueError, match='no shaping'): pilot_alpha(nothing, torch.ones(2, 3, dtype=torch.bool))
+        with pytest.raises(ValueError, match='shaping'): pilot_alpha(nothing, torch.ones(2, 3, dtype=torch.bool))
     with pytest.raises(ValueError, match='bool'): mean_abs_reward(torch.zeros(2, 3), torch.ones(2, 3))
     assert math.isnan(mean_abs_reward(torch.full((2, 3), NAN), torch.ones(2, 3, dtype=torch.bool)))
 
@@ -363,4 +363,4 @@ def test_a_teacher_is_asked_in_the_protocols_words_unless_told():
         usual = {name: option.default for name, option in part.options.items()}
         schema = lambda **o: part.needs({**usual, **o}).teacher.schema
         assert schema() == 'own' and schema(schema='tips') == 'tips'
-        with pytest.raises(ValueError, match="'own', one of"): part.check({**usual, 'schema': 'tpis'})
+        with pytest.raises(ValueError, match="'own'"): part.check({**usual, 'schema': 'tpis'})

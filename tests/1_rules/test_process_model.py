@@ -96,11 +96,11 @@ def test_a_long_text_keeps_its_end_and_is_counted(folder):
 def test_what_is_no_classifier_is_refused(tmp_path, folder):
     tokenizer = byte_tokenizer()
     small(LlamaForCausalLM, tokenizer).save_pretrained(tmp_path); tokenizer.save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match='no sequence classifier: it has no weights for score.weight'):
+    with pytest.raises(ValueError, match='classifier'):
         ClassifierScorer(tmp_path)
-    with pytest.raises(ValueError, match="no class 'goood'; did you mean 'good'"):
+    with pytest.raises(ValueError, match="'goood'"):
         ClassifierScorer(folder, label='goood')
-    with pytest.raises(ValueError, match='has 2 classes, got label=2'): ClassifierScorer(folder, label=2)
+    with pytest.raises(ValueError, match='label=2'): ClassifierScorer(folder, label=2)
     for wrong, said in ((None, 'wants a classifier'), ({'label': 1}, "needs 'model'"),
                         ({'model': 'a', 'batc': 1}, 'batch'), ({'base_url': 'http://h', 'model': 'a', 'api_key': 's'},
                                                                'may not hold a key')):
@@ -182,7 +182,7 @@ def test_a_rollout_with_a_missing_score_leaves_the_comparison(server):
 def test_a_run_does_not_begin_without_its_server():
     method = compose('outcome+prm/turns')
     (part,) = [r for r in method.rewards if r.name == 'prm']
-    with pytest.raises(ConnectionError, match='scores nothing'):
+    with pytest.raises(ConnectionError, match='scores'):
         part.service({'prm': {'base_url': 'http://127.0.0.1:9', 'model': 'm', 'tries': 1}}).check()
 
 

@@ -56,9 +56,9 @@ def test_process_reward_is_equation_8(calls, answer, data):
 
 @pytest.mark.parametrize('wrong', [['search(a)'], 'yes', [None], [0.5], None])
 def test_flags_must_be_flags(wrong):
-    with pytest.raises(ValueError, match='True or False'): process_reward(wrong, True)
-    with pytest.raises(ValueError, match='True or False'): format_reward(wrong)
-    with pytest.raises(ValueError, match='True or False'): process_reward([], wrong)
+    with pytest.raises(ValueError, match='False'): process_reward(wrong, True)
+    with pytest.raises(ValueError, match='False'): format_reward(wrong)
+    with pytest.raises(ValueError, match='False'): process_reward([], wrong)
 
 
 @PROPERTY
@@ -282,7 +282,7 @@ def test_what_a_judge_is_not_asked_needs_no_words(tmp_path):
     for asks, name in (('reference', 'hallucination_prompt'), ('grounded', 'judge_prompt')):
         with pytest.raises(ValueError, match='judge_asks'):
             get_method('prs').bind({'form': 'long', 'judge': judge, 'judge_asks': asks, name: str(path)})
-    with pytest.raises(ValueError, match='no judge'): get_method('prs').bind({'judge_asks': 'both'})
+    with pytest.raises(ValueError, match='judge'): get_method('prs').bind({'judge_asks': 'both'})
 
 
 def test_a_judge_that_raises_is_not_a_verdict():
@@ -296,12 +296,12 @@ def test_a_judge_that_raises_is_not_a_verdict():
 def test_batches_refuse():
     group = example_group()
     with pytest.raises(ValueError, match='form'): prs_rewards([group], 'medium')
-    with pytest.raises(ValueError, match='needs a judge'): prs_rewards([group], 'long')
-    with pytest.raises(ValueError, match='no judge'): prs_rewards([group], judge=[1, 0, 0])
-    with pytest.raises(ValueError, match='one verdict for each of 3'): prs_rewards([group], 'long', [1, 0])
+    with pytest.raises(ValueError, match='judge'): prs_rewards([group], 'long')
+    with pytest.raises(ValueError, match='judge'): prs_rewards([group], judge=[1, 0, 0])
+    with pytest.raises(ValueError, match='verdict'): prs_rewards([group], 'long', [1, 0])
     with pytest.raises(TypeError, match='ask'): prs_rewards([group], 'long', lambda t: 1)
     with pytest.raises(ValueError, match='0 or 1'): prs_rewards([group], 'long', [1, 0.5, 0])
-    with pytest.raises(ValueError, match='no turns'): prs_rewards([Group(Q, [Trajectory(Q, [0], [], Stop.LENGTH)])])
+    with pytest.raises(ValueError, match='turns'): prs_rewards([Group(Q, [Trajectory(Q, [0], [], Stop.LENGTH)])])
 
 
 def test_the_answer_stage_is_nltks_bleu_with_the_papers_weights():

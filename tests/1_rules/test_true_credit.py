@@ -93,7 +93,7 @@ def test_segments_go_on_where_they_were():
         (t,) = g.trajectories
         for k, (group,) in enumerate(continuations(engine, env, [(t, k)], 1) for k in range(len(t.turns))):
             assert group.trajectories[0].turns == t.turns and group.trajectories[0].answer == t.answer, k
-    with pytest.raises(ValueError, match='edits contexts'):
+    with pytest.raises(ValueError, match='contexts'):
         add_message(env, t, '<context> x </context>')
 
 
@@ -125,7 +125,7 @@ def test_exact_values_are_expectations(played):
         group = dataclasses.replace(groups[0], trajectories=(then,))
         total += p * float(exact_values(policy, env, [group], state=player_state)[0, len(after.turns)])
     assert math.isclose(total, float(exact[0, 0]), rel_tol=1e-5)
-    with pytest.raises(ValueError, match='does not guess'):
+    with pytest.raises(ValueError, match='guess'):
         exact_values(lambda text, rng: act(text, rng, Player(guess=.5)), env, groups[:1])
 
 
@@ -252,5 +252,5 @@ def test_a_note_earns_its_part_where_it_is_made(listed):
 
 
 def test_questions_without_parts_have_no_notes_to_check(played):
-    with pytest.raises(ValueError, match='has none'): note_values(played[1])
-    with pytest.raises(ValueError, match='would not telescope'): compose('outcome+notes/calls')
+    with pytest.raises(ValueError, match='none'): note_values(played[1])
+    with pytest.raises(ValueError, match='telescope'): compose('outcome+notes/calls')

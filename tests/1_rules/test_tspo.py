@@ -149,7 +149,7 @@ def test_chi_squared_agrees_with_scipy(counts):
     from scipy.stats import chi2_contingency
     table = torch.tensor(counts).view(2, 2)
     if not (table.sum(0).all() and table.sum(1).all()):
-        with pytest.raises(ValueError, match='no counts'): chi_squared(table)
+        with pytest.raises(ValueError, match='counts'): chi_squared(table)
         return
     expected = chi2_contingency(table.numpy(), correction=False)
     assert math.isclose(chi_squared(table), expected.statistic, rel_tol=1e-9, abs_tol=1e-9)

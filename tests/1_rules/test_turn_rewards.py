@@ -505,7 +505,7 @@ def test_a_judge_is_told_what_a_file_says(tmp_path, spelling, needs):
             compose(spelling).bind(options)
     path.write_text(rf'Be strict. {needs} Put it into \boxed{{answer}}, as {{"a": 1}}.')          # no placeholders
     compose(spelling).bind(options)
-    with pytest.raises(ValueError, match='cannot be read'):
+    with pytest.raises(ValueError, match='read'):
         compose(spelling).bind({**options, 'judge_prompt': str(tmp_path / 'no.txt')})
 
 
@@ -569,7 +569,7 @@ def test_a_judges_key_is_sent_and_never_written(root, tmp_path, monkeypatch):
 @pytest.mark.parametrize('secret', [{'api_key': KEY}, {'base_url': f'https://me:{KEY}@judge.org/v1'}])
 def test_a_key_among_the_options_is_refused_and_not_repeated(spelling, options, secret):
     judge = {'base_url': 'http://127.0.0.1:9/v1', 'model': 'stub', **secret}
-    with pytest.raises(ValueError, match="export JUDGE_KEY=.*'key_from': 'JUDGE_KEY'") as refusal:
+    with pytest.raises(ValueError, match="'JUDGE_KEY'") as refusal:
         compose(spelling).bind({'judge': judge, **options})
     assert KEY not in str(refusal.value)
 

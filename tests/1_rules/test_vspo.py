@@ -242,14 +242,14 @@ def test_refusals(bad, message):
 
 
 def test_more_refusals():
-    with pytest.raises(ValueError, match='unknown value'): sampling_probabilities(torch.tensor([1.0, NAN]), 0.1)
+    with pytest.raises(ValueError, match='unknown'): sampling_probabilities(torch.tensor([1.0, NAN]), 0.1)
     with pytest.raises(ValueError, match='keep'):
         sampling_probabilities(torch.ones(2), 0.1, torch.ones(3, dtype=torch.bool))
     with pytest.raises(ValueError, match='keep'): sampling_probabilities(torch.ones(2), 0.1, torch.ones(2))
     for count in (-1, 1.5, torch.tensor([1, -2])):
         with pytest.raises(ValueError, match='stands'): value_smoothing(count, 2)
-    with pytest.raises(ValueError, match='one member'): kept_and_weights(torch.ones(2), torch.tensor([0, 1]))
-    with pytest.raises(TypeError, match='integer tensor'): kept_and_weights(torch.ones(2), [0, 0])
+    with pytest.raises(ValueError, match='member'): kept_and_weights(torch.ones(2), torch.tensor([0, 1]))
+    with pytest.raises(TypeError, match='integer'): kept_and_weights(torch.ones(2), [0, 0])
 
 
 def test_the_silent_never_win():

@@ -78,14 +78,14 @@ def test_queries_and_passages_are_given_their_prefixes():
 def test_the_doors(tmp_path, monkeypatch):
     dense = Dense(CORPUS, letters)
     assert isinstance(dense, Retriever) and dense.search([], 3) == [] and dense.search(['', ' \n'], 3) == [[], []]
-    with pytest.raises(TypeError, match='list of strings'): dense.search('a', 3)
-    with pytest.raises(ValueError, match='at least 1'): dense.search(['a'], 0)
+    with pytest.raises(TypeError, match='strings'): dense.search('a', 3)
+    with pytest.raises(ValueError, match='least'): dense.search(['a'], 0)
     with pytest.raises(ValueError, match='empty'): Dense([], letters)
-    with pytest.raises(TypeError, match='list of Passage'): Dense(['a'], letters)
+    with pytest.raises(TypeError, match='Passage'): Dense(['a'], letters)
     for bad in (lambda t: [[1.]], lambda t: [[float('inf')]] * len(t), lambda t: [1.] * len(t)):
-        with pytest.raises(ValueError, match='finite vectors, one a text'): Dense(CORPUS, bad)
-    with pytest.raises(ValueError, match="no index 'Round'"): Dense(CORPUS, letters, factory='Round')
-    with pytest.raises(ValueError, match="'IVF9,Flat' cannot be trained on 4"):
+        with pytest.raises(ValueError, match='vectors'): Dense(CORPUS, bad)
+    with pytest.raises(ValueError, match="'Round'"): Dense(CORPUS, letters, factory='Round')
+    with pytest.raises(ValueError, match="'IVF9,Flat'"):
         Dense(CORPUS, letters, factory='IVF9,Flat')
     for name, said in (('faiss', 'needs faiss'), ('sentence_transformers', 'needs sentence-transformers')):
         with monkeypatch.context() as m:
@@ -159,7 +159,7 @@ def test_an_index_of_parts_finds_most_of_what_is_near(tmp_path):
     (usual, parts), (one, asked), (most, _) = recall(), recall(how=DenseSearch(nprobe=1)), recall(
         how=DenseSearch(nprobe=64))
     assert (parts, asked) == (16, 1) and usual > .95 > .75 > one and most == 1
-    with pytest.raises(ValueError, match="nprobe=4 is for an index of parts.*'Flat' is searched whole"):
+    with pytest.raises(ValueError, match='nprobe=4'):
         Dense(CORPUS, letters, how=DenseSearch(nprobe=4))
 
 
@@ -207,7 +207,7 @@ def test_on_gpus_a_copy_of_the_index_is_searched(tmp_path, monkeypatch):
     corpus = [Passage(str(i), '', str(i)) for i in range(200)]
     plain = Dense(corpus, by_place(vectors), ('', ''), 'IVF16,Flat')
     plain.save(tmp_path / 'index')
-    with pytest.raises(ValueError, match='gpu=True needs a GPU and a faiss built for it'):
+    with pytest.raises(ValueError, match='gpu=True'):
         open_index_with(tmp_path / 'index', vectors, DenseSearch(gpu=True))
     copied = []
 
@@ -226,7 +226,7 @@ def test_on_gpus_a_copy_of_the_index_is_searched(tmp_path, monkeypatch):
 
     def refuses(index, co): raise RuntimeError('This index type is not implemented on GPU.')
     monkeypatch.setattr(faiss, 'index_cpu_to_all_gpus', refuses, raising=False)
-    with pytest.raises(ValueError, match="faiss has no 'IVF16,Flat' on a GPU.*not implemented"):
+    with pytest.raises(ValueError, match="'IVF16,Flat'"):
         open_index_with(tmp_path / 'index', vectors, DenseSearch(gpu=True))
 
 
@@ -240,7 +240,7 @@ def test_the_settings_of_a_run_reach_the_index_and_the_command(model, tmp_path, 
     assert search.index.nprobe == 1 and (about['nprobe'], about['query_tokens']) == (1, 12)
     BM25(CORPUS).save(tmp_path / 'words')
     for place in (str(tmp_path / 'words'), 'http://127.0.0.1:9/retrieve'):
-        with pytest.raises(ValueError, match='index of vectors'):
+        with pytest.raises(ValueError, match='vectors'):
             open_search('nq', corpus=place, settings=source.search_settings)
     served = []
     monkeypatch.setattr(search_service, '_work', lambda place, keep, how, k, s: served.append(how))
@@ -257,13 +257,13 @@ def test_a_kept_index_is_memory_mapped_and_refuses_other_passages_and_models(tmp
     for name in ('saved', 'built'):
         again = Dense.load(tmp_path / name, CORPUS, letters)
         assert again.search(queries, 3) == dense.search(queries, 3) and again.about() == dense.about()
-    with pytest.raises(ValueError, match='another corpus'): Dense.load(tmp_path / 'saved', CORPUS[::-1], letters)
-    with pytest.raises(ValueError, match='made by a function'): open_index(tmp_path / 'saved')
-    with pytest.raises(ValueError, match="kind 'dense', wanted 'bm25'"): BM25.load(tmp_path / 'saved')
+    with pytest.raises(ValueError, match='corpus'): Dense.load(tmp_path / 'saved', CORPUS[::-1], letters)
+    with pytest.raises(ValueError, match='function'): open_index(tmp_path / 'saved')
+    with pytest.raises(ValueError, match="'dense'"): BM25.load(tmp_path / 'saved')
     text = (tmp_path / 'saved' / 'passages.jsonl').read_bytes()
     (tmp_path / 'saved' / 'passages.jsonl').write_bytes(text[:-3])
     with pytest.raises(ValueError, match='cut off'): Dense.load(tmp_path / 'saved', model=letters)
-    with pytest.raises(ValueError, match="'0' of passage 5 stands twice"):
+    with pytest.raises(ValueError, match='passage'):
         build_dense([*CORPUS, CORPUS[0]], tmp_path / 'twice', letters)
     with pytest.raises(ValueError, match='empty'): build_dense([], tmp_path / 'none', letters)
     assert {p.name for p in tmp_path.iterdir()} == {'saved', 'built'}

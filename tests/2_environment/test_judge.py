@@ -160,7 +160,7 @@ def test_a_server_that_hangs_is_given_up_at_the_deadline_whatever_an_attempt_may
     with Stub(lambda prompt, attempt: 'hang') as stub:
         judge, since = stub.judge(deadline=.5, timeout=60., retries=8), time.monotonic()
         assert judge.ask(['a', 'b'], WORDS.get) == [None, None] and time.monotonic() - since < 5
-        with pytest.raises(ConnectionError, match='deadline of 0.5 s'): judge.check()
+        with pytest.raises(ConnectionError, match='deadline'): judge.check()
 
 
 def test_sixteen_requests_are_under_way_at_a_time():

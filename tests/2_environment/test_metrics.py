@@ -45,8 +45,8 @@ def test_another_gold_never_hurts_and_order_does_not_matter(metric, p, golds, ex
 
 @pytest.mark.parametrize('metric', METRICS, ids=lambda m: m.__name__)
 def test_the_door(metric):
-    with pytest.raises(TypeError, match='list of strings'): metric('Ada', 'Ada')
-    with pytest.raises(TypeError, match='golds must be strings'): metric('42', [42])
+    with pytest.raises(TypeError, match='strings'): metric('Ada', 'Ada')
+    with pytest.raises(TypeError, match='strings'): metric('42', [42])
     with pytest.raises(TypeError, match='prediction'): metric(42, ['42'])
     with pytest.raises(ValueError, match='empty'): metric('Ada', [])
     assert metric(None, ['Ada']) == 0.0 and metric('', ['Ada']) == 0.0

@@ -190,7 +190,7 @@ def test_each_rank_of_a_baseline_is_an_evaluation(model, tmp_path, monkeypatch):
 
 def test_baselines_are_what_they_say():
     assert {b.when for b in BASELINES.values()} == set(WHEN) and all(b.source for b in BASELINES.values())
-    with pytest.raises(ValueError, match='when must be one of never'): Baseline(PROTOCOLS['tips'], 'often')
-    with pytest.raises(ValueError, match='the model calls nothing, but'): Baseline(PROTOCOLS['tips'], 'question')
-    with pytest.raises(ValueError, match="the model calls, but protocol 'carl-direct'"):
+    with pytest.raises(ValueError, match='when'): Baseline(PROTOCOLS['tips'], 'often')
+    with pytest.raises(ValueError, match='model'): Baseline(PROTOCOLS['tips'], 'question')
+    with pytest.raises(ValueError, match="'carl-direct'"):
         Baseline(PROTOCOLS['carl-direct'], 'told')

@@ -35,4 +35,4 @@ def test_a_fixed_day_is_the_one_that_is_printed_and_hashed(day):
 def test_a_template_that_names_the_function_and_prints_no_date_is_taken():
     assert chat("{%- if false %}{{ strftime_now('%Y') }}{%- endif %}" + BODY).pieces == chat(BODY).pieces
     assert prompt_hash(chat(PLAIN)) != prompt_hash(chat(BODY))
-    with pytest.raises(ValueError, match='strftime_now is the day'): chat(MISTRAL, strftime_now='today')
+    with pytest.raises(ValueError, match='strftime_now'): chat(MISTRAL, strftime_now='today')

@@ -85,9 +85,9 @@ def test_the_other_prompts_come_from_files(tmp_path):
 
 
 def test_prompts_that_there_are_not_are_refused(tmp_path):
-    with pytest.raises(ValueError, match="got 'optional'"):
+    with pytest.raises(ValueError, match="'optional'"):
         Conversation(protocol='carl', other_prompts={'optional': 'x'})
     with pytest.raises(ValueError, match="protocol='tips'"):
         Conversation(protocol='tips', other_prompts={'direct': 'x'})
     lost = dict(protocol='carl-tiny', method='carl', other_prompts={'direct': str(tmp_path / 'none.txt')})
-    with pytest.raises(ValueError, match='system_prompt must be a text file'): check(make_config(lost))
+    with pytest.raises(ValueError, match='system_prompt'): check(make_config(lost))

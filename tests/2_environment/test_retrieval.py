@@ -104,13 +104,13 @@ def test_the_doors():
     corpus = [Passage('0', '', 'a b'), Passage('1', '', '?!')]
     for kind in (BM25, RankBM25):
         with pytest.raises(ValueError, match='empty'): kind([])
-        with pytest.raises(ValueError, match='has a word'): kind(corpus[1:])
-        with pytest.raises(TypeError, match='list of Passage'): kind(['a b'])
+        with pytest.raises(ValueError, match='word'): kind(corpus[1:])
+        with pytest.raises(TypeError, match='Passage'): kind(['a b'])
         retriever = kind(corpus)
         assert isinstance(retriever, Retriever)
-        with pytest.raises(TypeError, match='list of strings'): retriever.search('a', 3)
-        with pytest.raises(TypeError, match='list of strings'): retriever.search([3], 3)
-        with pytest.raises(ValueError, match='at least 1'): retriever.search(['a'], 0)
+        with pytest.raises(TypeError, match='strings'): retriever.search('a', 3)
+        with pytest.raises(TypeError, match='strings'): retriever.search([3], 3)
+        with pytest.raises(ValueError, match='least'): retriever.search(['a'], 0)
         assert retriever.search([], 3) == [] and retriever.search(['', '!', 'zebra'], 3) == [[], [], []]
     with pytest.raises(ValueError, match='variant'): BM25(corpus, variant='bm25+')
     for k1, b in ((-1, 0.4), (0.9, -0.1), (0.9, 1.1)):
@@ -159,12 +159,12 @@ def test_an_interrupted_save_leaves_what_was_there(corpus, tmp_path, monkeypatch
     folder = tmp_path / 'index'
     def fail(*args, **kwargs): raise OSError('disk full')
     monkeypatch.setattr(np, 'save', fail)
-    with pytest.raises(OSError, match='disk full'): BM25(corpus).save(folder)
+    with pytest.raises(OSError, match='disk'): BM25(corpus).save(folder)
     assert not list(tmp_path.iterdir())
     monkeypatch.undo()
     BM25(corpus).save(folder)
     monkeypatch.setattr(np, 'save', fail)
-    with pytest.raises(OSError, match='disk full'): BM25(corpus[:2]).save(folder)
+    with pytest.raises(OSError, match='disk'): BM25(corpus[:2]).save(folder)
     monkeypatch.undo()
     assert len(BM25.load(folder).passages) == 7 and [p.name for p in tmp_path.iterdir()] == ['index']
 
@@ -191,10 +191,10 @@ def test_an_index_behind_a_link_is_written_through(corpus, tmp_path):
 
 
 def test_a_damaged_index_is_refused(corpus, tmp_path):
-    with pytest.raises(FileNotFoundError, match='no saved index'): BM25.load(tmp_path)
+    with pytest.raises(FileNotFoundError, match='saved'): BM25.load(tmp_path)
     (tmp_path / 'mine.txt').write_text('notes')
-    with pytest.raises(FileExistsError, match='not a saved index'): BM25(corpus).save(tmp_path)
-    with pytest.raises(FileExistsError, match='not a saved index'): BM25(corpus).save(tmp_path / 'mine.txt')
+    with pytest.raises(FileExistsError, match='saved'): BM25(corpus).save(tmp_path)
+    with pytest.raises(FileExistsError, match='saved'): BM25(corpus).save(tmp_path / 'mine.txt')
     folder = tmp_path / 'index'
     BM25(corpus).save(folder)
     text = (folder / 'passages.jsonl').read_bytes()

@@ -453,5 +453,5 @@ def test_the_limits_of_programs(bad):
 
 
 def test_what_a_search_may_be():
-    with pytest.raises(TypeError, match='SearchTool or a function'): PythonTool(search=BM)
+    with pytest.raises(TypeError, match='SearchTool'): PythonTool(search=BM)
     for code in (None, 3, ['print(1)']): assert PYTHON.call([code])[0][1] is Result.MALFORMED

@@ -64,7 +64,7 @@ def test_all_of_an_observation_is_cut_where_that_is_set():
     assert count(said(passage_tokens=500)) > 1500 and count(said(observation_tokens=500)) <= 500
     assert said(observation_tokens=500) == said()[:len(said(observation_tokens=500))]
     assert said(observation_tokens=500).returned()[0] == 'Page 0'
-    with pytest.raises(ValueError, match='observation_tokens must be a positive number'):
+    with pytest.raises(ValueError, match='observation_tokens'):
         SearchTool(Index(), 1, None, observation_tokens=0)
 
 
@@ -74,6 +74,6 @@ def test_the_setting_reaches_the_tool_and_the_manifest():
     assert _shown_as(Evaluation()) == {}                                       # as in manifests of before
     assert _shown_as(Evaluation(observation_format='json', observation_tokens=5)) == {
         'observation_format': 'json', 'observation_tokens': 5}
-    with pytest.raises(ValueError, match='must be one of lines, json'): Conversation(observation_format='xml')
-    with pytest.raises(ValueError, match='programs get the passages of a search as lines'):
+    with pytest.raises(ValueError, match='lines'): Conversation(observation_format='xml')
+    with pytest.raises(ValueError, match='programs'):
         make_environment(byte_tokenizer(), Index(), Conversation(protocol='carl', observation_format='json'))

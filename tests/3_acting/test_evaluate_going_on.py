@@ -92,7 +92,7 @@ def test_a_set_whose_last_question_was_played_needs_no_engine(settings):
 
 def test_what_was_begun_with_other_inputs_is_refused(settings):
     with pytest.raises(KeyboardInterrupt): quiet(settings, OneByOne(stop_at(3)))
-    with pytest.raises(ValueError, match=r'playing/nq holds an evaluation of other inputs \(decoding.max_tokens'):
+    with pytest.raises(ValueError, match='playing/nq'):
         quiet({**settings, 'turn_tokens': 9}, OneByOne())
     assert len(read_turns(quiet(settings, engine := OneByOne()))) == 12 and len(engine.asked) == 9
 

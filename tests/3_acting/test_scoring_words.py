@@ -107,7 +107,7 @@ def test_who_is_told_and_who_reads_ids(tmp_path):
     for teacher in ('self', 'base', str(tmp_path / 'same')):
         assert teacher_chat(teacher, ours, PROTOCOLS['tips']) is None
     assert teacher_chat(str(tmp_path / 'other'), ours, PROTOCOLS['tips']).tokenizer.get_vocab() == others.get_vocab()
-    with pytest.raises(ValueError, match="another tokenizer.* edits contexts.* take a model of the policy's family"):
+    with pytest.raises(ValueError, match="policy's"):
         teacher_chat(str(tmp_path / 'other'), ours, PROTOCOLS['carl'])
 
 
@@ -153,7 +153,7 @@ def test_a_message_goes_on_behind_a_call_that_does_not_end_it():
 
 @pytest.mark.parametrize('protocol', ['search-r1', 'carl'])
 def test_a_call_inside_the_assistants_message_ends_none(protocol):
-    with pytest.raises(ValueError, match='leave call_stop out'):
+    with pytest.raises(ValueError, match='call_stop'):
         dataclasses.replace(PROTOCOLS[protocol], call_stop='message')
-    with pytest.raises(ValueError, match='leave call_stop out'):
+    with pytest.raises(ValueError, match='call_stop'):
         check(make_config({'protocol': protocol, 'call_stop': 'message', 'model': 'data/tiny_base'}))

@@ -195,9 +195,9 @@ def test_the_warm_start_is_the_same_for_the_same_seed_and_refuses_to_fail_silent
     rest = dict(known=[SMALL], progress=lambda line: None)
     folders = [make_base(tmp_path / str(i), 3, 'carl-tiny', plan, **rest) for i in range(2)]
     assert (folders[0] / 'model.safetensors').read_bytes() == (folders[1] / 'model.safetensors').read_bytes()
-    with pytest.raises(RuntimeError, match="of the part 'mixed'"):
+    with pytest.raises(RuntimeError, match="'mixed'"):
         code_warm_start(TOKENIZER, 3, replace(plan, recalled=.01), **rest)
-    with pytest.raises(RuntimeError, match='0.00 of the games .* wanted 0.9'):
+    with pytest.raises(RuntimeError, match='games'):
         code_warm_start(TOKENIZER, 3, replace(plan, answers=.9), **rest)
     with pytest.raises(ValueError, match='carl-tiny'): make_base(tmp_path / 'x', protocol='carl')
 

@@ -182,7 +182,7 @@ def test_a_run_may_offload_from_its_next_sitting_on(tmp_path):
     run = quiet(tmp_path / 'run', {**SHORT, 'method': 'tips', 'steps': 2, 'teacher_every': 2})
     quiet(run, {**SHORT, 'method': 'tips', 'teacher_every': 2, 'resume': True, 'offload': ['reference', 'teacher']})
     assert same_metrics(whole, run) == []
-    with pytest.raises(ValueError, match="offload takes 'reference' and 'teacher'"):
+    with pytest.raises(ValueError, match="'reference'"):
         quiet(tmp_path / 'no', {**SHORT, 'offload': ['optimiser']})
     assert not (tmp_path / 'no').exists()
 
@@ -349,7 +349,7 @@ def test_a_strangers_checkpoint_runs_nothing(tmp_path):
     held = torch.load(tmp_path / 'learner.pt', weights_only=True)
     torch.save({**held, 'more': Harm(tmp_path / 'harm')}, tmp_path / 'learner.pt')
     for read in (honest.restore, learning.saved_policy):
-        with pytest.raises(ValueError, match='might run any program'): read(tmp_path)
+        with pytest.raises(ValueError, match='program'): read(tmp_path)
     assert not (tmp_path / 'harm').exists() and 'TORCH_FORCE_WEIGHTS_ONLY_LOAD' not in os.environ
     torch.load(tmp_path / 'learner.pt', weights_only=False)
     assert (tmp_path / 'harm').exists()                                            # it would have been done
@@ -362,7 +362,7 @@ def test_a_checkpoint_that_lost_its_end_is_told(tmp_path):
     whole = path.read_bytes()
     for lost in [*range(1, 1025, 31), len(whole) - 30, len(whole)]:
         path.write_bytes(whole[:-lost])
-        with pytest.raises(ValueError, match='is damaged .*remove this checkpoint, and resume=True goes on'):
+        with pytest.raises(ValueError, match='resume=True'):
             learning.saved_policy(tmp_path)
     path.unlink()
     with pytest.raises(FileNotFoundError): learning.saved_policy(tmp_path)

@@ -77,11 +77,11 @@ def test_credit_is_the_outcome_less_what_was_expected_at_the_start(games):
 
 
 def test_other_questions_are_refused():
-    with pytest.raises(ValueError, match='tiny world'): situations([example_group()])
+    with pytest.raises(ValueError, match='world'): situations([example_group()])
     group = example_group()
     half = replace(group.question, meta={'parametric': True})
     played = [replace(t, question=half) for t in group.trajectories]
-    with pytest.raises(ValueError, match='its chain'): situations([replace(group, question=half, trajectories=played)])
+    with pytest.raises(ValueError, match='chain'): situations([replace(group, question=half, trajectories=played)])
 
 
 def test_a_run_keeps_its_table(tmp_path):

@@ -90,7 +90,7 @@ def test_a_run_goes_on_though_its_judge_moved(root, tmp_path):
         before = {r['messages'][-1]['content'] for r in stub.requests}
     with Stub(failing(0)) as stub:
         moved = {'timeout': 7., 'concurrency': 2, 'deadline': 99., 'retries': 1}
-        with pytest.raises(ValueError, match='other parameters'):
+        with pytest.raises(ValueError, match='parameters'):
             one_more(stub, root, folder, lines, {**moved, 'model': 'other'}, eval_every=2, steps=3, resume=True)
         asked = len(stub.requests)
         end = one_more(stub, root, folder, lines, moved, eval_every=2, steps=3, resume=True)
@@ -102,7 +102,7 @@ def test_a_run_goes_on_though_its_judge_moved(root, tmp_path):
 def test_more_may_be_missing_where_a_run_says_so(root, tmp_path):
     end, _, _ = run_with(failing(50), root, tmp_path / 'run', unanswered=1., steps=2)
     assert read_metrics(end)[1:].turn_reward.notna().all()
-    with pytest.raises(ValueError, match='unanswered must be at most 1'):
+    with pytest.raises(ValueError, match='unanswered'):
         train({**BASE, 'options': {'judge': {'base_url': 'http://x', 'model': 'm'}}, 'unanswered': 1.5})
 
 

@@ -308,11 +308,11 @@ def test_a_checkpoint_is_audited_from_a_shell(root, tmp_path, monkeypatch, capsy
     assert (tmp_path / 'a' / 'figures' / 'audit.png').stat().st_size > 10_000
     assert (tmp_path / 'a' / 'solver.csv').exists() and found['belief']['belief_shown_states'] > 0
     with pytest.raises(SystemExit, match="there is no .*'tpso'"): main(['rules=[tpso]'])
-    with pytest.raises(ValueError, match='plays must be at least 2'): read_audit_settings({'plays': 1})
+    with pytest.raises(ValueError, match='plays'): read_audit_settings({'plays': 1})
 
 
 def test_settings_that_an_audit_does_not_heed_are_refused_and_rules_of_chains_known():
-    with pytest.raises(ValueError, match="one process, got engine='hf', learner='deepspeed'"):
+    with pytest.raises(ValueError, match="learner='deepspeed'"):
         read_audit_settings({'learner': 'deepspeed'})
     assert [name for name in ('oracle', 'vine', 'tspo', 'outcome+notes/turns') if audit_module._reads_chains(name)] == [
         'oracle', 'outcome+notes/turns']

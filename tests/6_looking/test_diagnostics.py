@@ -109,7 +109,7 @@ def test_oracle_passages_are_the_supporting_pages():
     passages = [Passage('0', 'Orvane', 'a'), Passage('1', 'Kell', 'b'), Passage('2', 'Orvane', 'c')]
     asked = [Question('q', '?', ('x',), '', {'supporting_facts': [['Orvane', 0], ['Tavistead', None]]})]
     assert [p.id for p in supporting_passages(asked, passages)] == ['0', '2']
-    with pytest.raises(ValueError, match="questions' corpus"): supporting_passages(asked, passages[1:2])
+    with pytest.raises(ValueError, match="questions'"): supporting_passages(asked, passages[1:2])
 
 
 def test_search_inside_programs_is_replaced_and_nothing_else():
@@ -123,4 +123,4 @@ def test_search_inside_programs_is_replaced_and_nothing_else():
     assert (new.retriever, new.k, new.max_tokens, new.seconds, new.empty) == (second, 5, 7, 2, 'none')
     direct = Environment(Chat(PROTOCOLS['tiny'], tiny_tokenizer()), NoSearch())
     for without in (replace(env, tool=PythonTool()), direct):
-        with pytest.raises(TypeError, match='nothing is searched here'): search_in(without, second, 5)
+        with pytest.raises(TypeError, match='searched'): search_in(without, second, 5)

@@ -120,7 +120,7 @@ def test_an_evaluation_s_folder_holds_one_for_each_set(tmp_path):
     recording = read_recording(tmp_path)
     assert [a.rewards for a in recording.attempts] == [[1.], [0.]] and recording.settings is None
     assert 'one member' in recorded_credit(recording, 'grpo')[0]
-    with pytest.raises(NotKept, match='names no model'): recorded_tokenizer(recording)
+    with pytest.raises(NotKept, match='names'): recorded_tokenizer(recording)
 
 
 def test_a_file_that_is_cut_or_damaged(tmp_path):
@@ -130,7 +130,7 @@ def test_a_file_that_is_cut_or_damaged(tmp_path):
     path.write_bytes(whole + whole[:40])                                # a run is writing at this moment
     assert read_recording(tmp_path / 'run').rollouts == recording.rollouts
     path.write_bytes(whole + b'no gzip at all')
-    with pytest.raises(ValueError, match='is damaged'): read_recording(tmp_path / 'run')
+    with pytest.raises(ValueError, match='damaged'): read_recording(tmp_path / 'run')
     with pytest.raises(FileNotFoundError, match='holds no turns.jsonl.gz'): read_recording(tmp_path / 'nowhere')
 
 
@@ -150,8 +150,8 @@ def test_pieces_are_the_text_again(pieces, text):
 def test_a_tokenizer_that_is_not_the_run_s_is_noticed(tmp_path):
     recording = kept(tmp_path, example(), method='tspo', model='tiny')
     turn = example_group().trajectories[0].turns[0]
-    with pytest.raises(NotKept, match='not the one that wrote'):
+    with pytest.raises(NotKept, match='wrote'):
         token_texts([turn], recorded_tokenizer(recording))
-    with pytest.raises(NotKept, match="'nobody/nothing' is neither"):
+    with pytest.raises(NotKept, match="'nobody/nothing'"):
         settings = dataclasses.replace(recording.settings, model='nobody/nothing')
         recorded_tokenizer(dataclasses.replace(recording, settings=settings))

@@ -165,4 +165,4 @@ def test_a_case_that_depends_on_a_draw_is_refused(monkeypatch):
               (1, 0, 1, 0, 0, 0, 0, 0), ((0,),) * 8)
     monkeypatch.setattr(conformance, 'INPUTS', {'drawn': inputs})
     monkeypatch.setattr(conformance, 'METHODS', {'vspo': METHODS['vspo']})
-    with pytest.raises(ValueError, match='depends on a draw'): conformance.cases()
+    with pytest.raises(ValueError, match='depends'): conformance.cases()

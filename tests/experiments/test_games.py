@@ -74,7 +74,7 @@ def test_bases_are_as_right_as_asked():
 
 def test_bases_that_miss_what_was_asked_are_refused():
     for asked in (lambda: stopping(3, .2), lambda: chain(3, 1.01), lambda: searches(2, .2, 1.3)):
-        with pytest.raises(ValueError, match='no base'): asked()
+        with pytest.raises(ValueError, match='base'): asked()
 
 
 def test_failures_that_were_shown_the_gold_are_as_many_as_asked():
@@ -142,5 +142,5 @@ def test_playing_on_ends_and_draws_by_chance():
 def test_a_spot_stands_before_one_turn_only():
     ways = {0: Spot('c', 0, ((Way(1., 1, 'on'),), (Way(1., 2, 'jump'),))), 1: Spot('c', 1, ((Way(1., 2, 'on'),),)),
             2: Spot('c', 2, ((Way(1., 1, 'back'),),))}
-    with pytest.raises(ValueError, match='one number of turns only'):
+    with pytest.raises(ValueError, match='number'):
         make_game('loop', ways, {Question('q', 'why?', ['x']): 0}, {'c': torch.ones(1)}, torch.zeros(1, 2))

@@ -124,7 +124,7 @@ def test_a_part_costs_its_own_place_alone():
 
 
 def test_coders_refuse_what_they_do_not_play():
-    with pytest.raises(ValueError, match="by the protocol 'tiny'"): ceiling(WORLDS['parts'], CODE)
+    with pytest.raises(ValueError, match="'tiny'"): ceiling(WORLDS['parts'], CODE)
 
 
 def test_a_warm_start_plays_the_games_of_its_world():
@@ -208,7 +208,7 @@ def test_notes_are_lost_as_often_as_stated_and_leave_an_empty_context():
     right = outcome_rewards(groups).mean()
     assert right < .8 < outcome_rewards(run(replace(w, lost=0.))).mean()
     assert run(w, list(w.questions)[7:10]) == groups[7:10]
-    with pytest.raises(ValueError, match="'tiny' keeps no notes"): tiny_environment(w, CHAT)
+    with pytest.raises(ValueError, match="'tiny'"): tiny_environment(w, CHAT)
 
 
 def test_without_faults_nothing_is_drawn(monkeypatch):
@@ -225,14 +225,14 @@ def test_the_next_best_page_comes_instead():
         first = t.turns[0]
         both = plain.tool.run(first.call['queries'])
         assert both.endswith(first.observation_text) and both != first.observation_text
-    with pytest.raises(ValueError, match='together at most 1'): Faults(.6, .6)
+    with pytest.raises(ValueError, match='together'): Faults(.6, .6)
 
 
 # ---- regimes ----
 
 def test_the_regimes():
     assert {'plain', 'many-parts', 'near-miss', 'far', 'two-pages', 'mixed', 'unreliable', 'malformed'} <= set(REGIMES)
-    with pytest.raises(ValueError, match="did you mean 'near-miss'"): get_regime('near_miss')
+    with pytest.raises(ValueError, match="'near-miss'"): get_regime('near_miss')
     for r in REGIMES.values():
         world = world_of({'mirrors': 0., **r.world, 'size': 300}, 'dev', 5, 40)
         chance = {'nothing': 0., 'sibling': 0., 'hopeless': 0.}

@@ -56,7 +56,7 @@ def test_runs_of_one_seed_that_began_with_two_bases_are_no_pair(study):
     summary = json.loads(place.read_text())
     summary['base']['em'] += .01
     place.write_text(json.dumps(summary))
-    with pytest.raises(ValueError, match='tspo-203 and .*grpo-203 began with bases that play differently'):
+    with pytest.raises(ValueError, match='differently'):
         study_tables(study)
 
 

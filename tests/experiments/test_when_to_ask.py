@@ -95,15 +95,15 @@ def test_an_untrained_model_knows_nothing_and_the_command_says_so(model, tmp_pat
     again = ['--params', str(file), 'attempts=2', 'tries=2', 'asked=6', f'run={tmp_path / "run"}', 'learning_rate=.5']
     when_to_ask.main(again)                              # what plays no part in it may change
     assert 'found before' in capsys.readouterr().out
-    with pytest.raises(SystemExit, match=r'other settings \(temperature: 1.0 before, 0.5 now; attempts: 2 before, 3'):
+    with pytest.raises(SystemExit, match='settings'):
         when_to_ask.main([*again, 'attempts=3', 'temperature=.5'])
-    with pytest.raises(ValueError, match='leaves the choice'):
+    with pytest.raises(ValueError, match='leaves'):
         run_asking(make_config({'protocol': 'tiny', 'model': model, 'run': str(tmp_path)}))
-    with pytest.raises(ValueError, match='attempts must be at least 2'): AskingChoice(attempts=1)
+    with pytest.raises(ValueError, match='attempts'): AskingChoice(attempts=1)
 
 
 def test_questions_of_one_form_cannot_be_told_apart():
-    with pytest.raises(ValueError, match='two questions'): form_auc([Question('a', 'x', [''])], [True])
+    with pytest.raises(ValueError, match='questions'): form_auc([Question('a', 'x', [''])], [True])
     assert torch.tensor(list(form_auc([Question(str(i), 'x', ['']) for i in range(9)], [i < 4 for i in range(9)])
                              .values())).allclose(torch.tensor(.5))
 

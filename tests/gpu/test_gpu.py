@@ -122,7 +122,7 @@ def test_where_a_real_model_is_at_hand_it_learns_instead(root, tmp_path, monkeyp
     monkeypatch.setattr(on_learning, 'real_settings', lambda own=on_learning.real_settings: {**own(), **few})
     record = run.Record(tmp_path / 'learning.json', {})
     record.until = time.time()
-    with pytest.raises(AssertionError, match='nothing was gained'):
+    with pytest.raises(AssertionError, match='gained'):
         on_learning.section(record, argparse.Namespace(device='cuda', small=False))
     tuned, learned = (record.found['numbers'][name] for name in ('fine-tuning', 'TSPO'))
     assert tuned['demonstrations'] > 5 and learned['steps'] == on_learning.real_settings()['eval_every']

@@ -428,7 +428,7 @@ def test_a_hostfile_must_have_a_slot_for_each_rank(tmp_path):
     (tmp_path / 'hosts').write_text('one slots=2\ntwo slots=2\n')
     settings = {**SHORT, 'learner': 'deepspeed', 'hostfile': str(tmp_path / 'hosts')}
     check(make_config({**settings, 'ranks': 4}))
-    with pytest.raises(ValueError, match='has 4 slots, but ranks=3'): check(make_config({**settings, 'ranks': 3}))
+    with pytest.raises(ValueError, match='ranks=3'): check(make_config({**settings, 'ranks': 3}))
 
 
 def test_a_folder_with_another_run_is_refused_before_ranks_are_started(tmp_path):

@@ -131,7 +131,7 @@ def test_a_critics_head_is_restored(tmp_path, stage):
     assert all(torch.equal(w, kept[n]) for n, w in fresh.head_weights().items())
     assert steps(fresh, 2) == on and torch.equal(values(fresh), values(learner))
     (tmp_path / 'head.pt').unlink()
-    with pytest.raises(ValueError, match='written by an earlier version, which rounded'): fresh.restore(tmp_path)
+    with pytest.raises(ValueError, match='written'): fresh.restore(tmp_path)
 
 
 @pytest.mark.parametrize('stage', [0, 1, 2, 3])

@@ -54,7 +54,8 @@ OURS = ('sweep', 'sweep_weak', 'claims', 'engines', 'ahead', 'carl_warm', 'carl_
 FILES = {
     p.stem: p
     for p in kept(ROOT, 'runs/params/*.yaml')
-    if p.stem not in ('demo', 'carl_demo', 'real', 'real_rules', 'search_r1_grpo_qwen3_1.7b', *OURS) and not p.stem.endswith('_warmup')
+    if p.stem not in ('demo', 'carl_demo', 'real', 'real_rules', 'search_r1_grpo_qwen3_1.7b', *OURS)
+    and not p.stem.endswith('_warmup')
     and not p.stem.startswith('eval_') and '_long' not in p.stem                  # long answers: test_longform.py
 }
 # how a paper evaluates, for credit_rl.evaluate; long answers: test_longform.py
@@ -336,7 +337,7 @@ def test_vllm_acts_asleep_while_the_rank_learns(name):
     config = make_config(settings(name))
     assert config.engine == 'vllm' and plan_of(config).copies and plan_of(config).sleeps
     if not torch.cuda.is_available():
-        with pytest.raises(ValueError, match='vLLM frees memory on CUDA'): check(config)
+        with pytest.raises(ValueError, match='memory'): check(config)
 
 
 def test_a_dry_run_weighs_vllm_against_the_learner(tmp_path, monkeypatch):

