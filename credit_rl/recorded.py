@@ -224,7 +224,9 @@ def recorded_credit(
     there is not."""
     settings, protocol = recording.settings, recording.protocol
     if options is None: options = settings.options if settings else {}
-    method = get_method(name).bind(options, _facts(settings, protocol))
+    method = get_method(name).bind(options)                     # refuses what there is not
+    try: method = get_method(name).bind(options, _facts(settings, protocol))
+    except ValueError as e: return [str(e)] * len(recording.attempts)
     look = _recorded_look(recording.attempts, method, _schemas(settings, protocol), protocol)
     found = []
     for _, same in itertools.groupby(recording.attempts, lambda a: (a.step, a.kind)):

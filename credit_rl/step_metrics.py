@@ -361,8 +361,8 @@ def final_lines(summary):
     right, em = ([summary.get(part, {}).get(name) for part in ('base', 'final')] for name in ('right', 'em'))
     own = [] if None in right or right == em else [
         f"right by the data's own metric: {right[1]:.3f} (base {right[0]:.3f})"]
-    idle = summary.get('nothing_learned')
-    return [line, *own, *filter(None, [paired_line(summary), idle and f'nothing was learned. {idle}'])]
+    idle = (summary.get('nothing_learned') or '').replace('NOTHING IS LEARNED', 'nothing was learned')
+    return [line, *own, *filter(None, [paired_line(summary), idle])]
 
 # %% ../nbs/5_run/57_step_metrics.ipynb #p6302
 def log_lines(folder):

@@ -1,6 +1,7 @@
 """A file of one's own questions and a folder of documents: what is read, who is trained on, and what is said of what was
 seen before."""
 import json
+import re
 import shutil
 
 import pytest
@@ -90,6 +91,26 @@ def test_what_was_demonstrated_is_not_evaluated_without_a_word(place, root, tmp_
     with pytest.warns(UserWarning, match='trained'):
         open_set(Evaluation(data=str(tmp_path / 'ports.jsonl'), model=str(tmp_path / 'sft' / 'model'),
                             protocol='direct'), 'ports', {})
+
+
+# ---- nbs/your_data.md ----
+
+def test_the_page_on_own_data_runs_as_it_stands(place, root, tmp_path, monkeypatch):
+    "From settings to demonstrations, fine-tuning, training, rollouts and a model; added is only what is small."
+    page = (root / 'nbs' / 'your_data.md').read_text()
+    first, second = ([line.split('#')[0].split()[1:] for line in block.splitlines()]
+                     for block in re.findall(r'```bash\n(.*?)\n```', page, re.S))
+    shutil.copytree(place, tmp_path / 'mine')
+    shutil.copy(root / 'runs/params/protocols/short.yaml', tmp_path)
+    monkeypatch.chdir(tmp_path)
+    small = ['steps=1', 'questions_per_step=2', 'group_size=2', 'dev_questions=2', 'test_questions=2', 'turn_tokens=6',
+             'max_tokens=1500', 'max_turns=3', 'base_questions=0', 'threads=1', 'protocol=short.yaml']
+    run = lambda words, more=(): command([*words, *more])
+    assert [words[0] for words in first] == ['new', 'train', 'train', 'view', 'export']
+    assert not run(first[0])
+    for words in second: assert not run(words, small)
+    for words in first[3:]: assert not run([word.replace('first', 'second') for word in words])
+    assert (tmp_path / 'mine/runs/second/model/config.json').exists() and list((tmp_path / 'mine/runs/second').glob('*.html'))
 
 
 # ---- credit-rl new ----
