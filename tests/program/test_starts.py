@@ -601,7 +601,7 @@ def test_a_folder_that_is_written_is_refused_before_a_model_is_loaded(name, tmp_
     def load(*args, **more): raise AssertionError('a model was loaded')
     if name == 'training on ranks': pytest.importorskip('deepspeed')
     if name.endswith('TRL'): pytest.importorskip('trl')
-    for module, loads in ((training, 'make_setup'), (prepare, 'make_setup'), (sft, 'make_setup'), (training, 'launch'),
+    for module, loads in ((training, 'make_setup'), (prepare, 'make_setup'), (sft, 'make_setup'), (launch, 'launch'),
                           (evaluate, 'load_model')):
         monkeypatch.setattr(module, loads, load)
     if name.endswith('TRL'): monkeypatch.setattr(importlib.import_module('credit_rl.trl_trainer'), 'make_setup', load)
