@@ -588,7 +588,7 @@ def _rows(path, block):
     "Rows of one entry. Raises with the file's name where a line is not JSON."
     try: return [json.loads(line) for line in block.splitlines()]
     except (ValueError, RecursionError) as e:
-        raise ValueError(f'{path} holds a line that is not JSON: {block[:60]!r}') from e
+        raise ValueError(f'{path} holds a line that is not JSON ({e}): {block[:60]!r}') from e
 
 def _flock(fd, shared=False, wait=False):
     "Lock an open file: True; False where another holds it, unless it waits; None where the file system has no locks."

@@ -232,9 +232,9 @@ def test_a_search_without_bounds_is_refused_in_words(tmp_path, kind):
     path = tmp_path / 'kept.jsonl'
     SearchCache(path, BM25([Passage('1', 'T', 'é')])).search(['q'], 1)
     with open(path, 'a') as file: file.write(line + '\n')
-    with pytest.raises(ValueError, match=f'kept.jsonl, line 3 is not a kept search.*{said}'): SearchCache(path)
+    with pytest.raises(ValueError, match=f'kept.jsonl .*{said}'): SearchCache(path)
     path.write_bytes(path.read_bytes().splitlines(keepends=True)[0] + b'{"query": "\xe9"}\n')
-    with pytest.raises(ValueError, match='UTF-8'): SearchCache(path)
+    with pytest.raises(ValueError, match='utf-8'): SearchCache(path)
 
 
 @pytest.mark.parametrize('document', ['{"id": null, "title": "", "text": "x"}',
