@@ -34,7 +34,7 @@ from credit_rl.models import load_model
 from credit_rl.parts import Batch, Credit, Measured
 from credit_rl.search_service import SearchServer
 from credit_rl.readers import Passage
-from credit_rl.runlog import (RunLog, latest_checkpoint, named_checkpoint, read_metrics, read_params, read_summary,
+from credit_rl.runlog import (Journal, RunLog, latest_checkpoint, named_checkpoint, read_metrics, read_params, read_summary,
                               read_turns, same_metrics)
 from credit_rl.settings import Config, make_config
 from credit_rl.setup import plan_of
@@ -200,9 +200,12 @@ def deadly(owner, name, count, matches=lambda *args: True, before=lambda *args: 
     setattr(owner, name, counted)
 
 
-def half_written(log, name, step, data):
-    with open(log.folder / name, 'ab') as f:
-        f.write(data[:len(data) // 2])
+def half_written(log, name, step, rows):
+    "Leave a file as a process does that dies while it writes an entry."
+    path = log.folder / name
+    whole = path.stat().st_size if path.exists() else 0
+    Journal(path, packed=name.endswith('.gz')).append([{'step': step, **row} for row in rows])
+    os.truncate(path, (whole + path.stat().st_size) // 2)
 
 
 # The process dies ... each is called in the process that is to die.
