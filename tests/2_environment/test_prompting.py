@@ -181,7 +181,7 @@ def test_a_wrong_baseline_is_refused(given, message):
 
 def test_each_rank_of_a_baseline_is_an_evaluation(model, tmp_path, monkeypatch):
     asked = []
-    monkeypatch.setattr(evaluation, 'launch', lambda command, *rest, **more: asked.append(command))
+    monkeypatch.setattr('credit_rl.launch.launch', lambda command, *rest, **more: asked.append(command))
     settings = {**QUICK, 'model': model, 'data': 'hotpotqa', 'path': str(SAMPLE), 'ranks': 2}
     for name in ('rag', None): run_evaluation({**settings, 'baseline': name, 'run': str(tmp_path / str(name))})
     assert [[w for w in map(str, command) if w.startswith('credit_rl.')] for command in asked] == [

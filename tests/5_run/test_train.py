@@ -34,8 +34,8 @@ from credit_rl.models import load_model
 from credit_rl.parts import Batch, Credit, Measured
 from credit_rl.search_service import SearchServer
 from credit_rl.readers import Passage
-from credit_rl.runlog import (Journal, RunLog, latest_checkpoint, named_checkpoint, read_metrics, read_params, read_summary,
-                              read_turns, same_metrics)
+from credit_rl.runlog import (Journal, RunLog, latest_checkpoint, named_checkpoint, read_metrics, read_params,
+                              read_summary, read_turns, same_metrics)
 from credit_rl.settings import Config, make_config
 from credit_rl.setup import plan_of
 from credit_rl.step_metrics import is_kept
