@@ -27,9 +27,12 @@ from .tools import RENDERS, OwnTools, PythonTool, SearchTool, find_own, reads_ro
 from .trajectory import Result
 
 # %% ../nbs/2_environment/26_environment.ipynb #e004
-def spell_own(value):
-    "How settings write an object of somebody's own: 'module:name'; names stay as they are."
-    return value if value is None or isinstance(value, str) else f'{value.__module__}:{value.__qualname__}'
+def spell_own(setting, value):
+    "How settings write an object of somebody's own: 'module:name'; names stay as they are. Raises ValueError on others."
+    if value is None or isinstance(value, str): return value
+    if not hasattr(value, '__qualname__'):
+        raise ValueError(f"{setting}: a function, a class or 'module:name' is wanted, got {value!r:.80}")
+    return f'{value.__module__}:{value.__qualname__}'
 
 @dataclass(frozen=True)
 class Source(SettingsGroup):
@@ -64,8 +67,8 @@ class Source(SettingsGroup):
 
     def __post_init__(self):
         super().__post_init__()
-        for name in ('environment', 'reward'): object.__setattr__(self, name, spell_own(getattr(self, name)))
-        object.__setattr__(self, 'tools', [spell_own(tool) for tool in self.tools])
+        for name in ('environment', 'reward'): object.__setattr__(self, name, spell_own(name, getattr(self, name)))
+        object.__setattr__(self, 'tools', [spell_own('tools', tool) for tool in self.tools])
         for name, kind in (('cut', Cutting), ('dense', DenseSearch), ('patience', Patience)):
             read_options(name, options_in(kind), getattr(self, name))
         Cutting(**self.cut)
