@@ -87,7 +87,7 @@ def test_the_wheel_says_what_settings_say(wheel):
 
 def test_credit_functions_need_torch_alone(torch_python):
     modules = sorted(p.stem[3:] for p in (ROOT / 'nbs' / '1_rules').glob('[34][0-9]_*.ipynb'))
-    assert 'folr' in modules, 'where are the notebooks 30 to 49?'
+    assert 'tspo' in modules, 'where are the notebooks 30 to 49?'
     script = f"""
 import importlib, sys, traceback
 for absent in ('transformers', 'numpy', 'pandas', 'yaml', 'nbdev', 'fastcore'):
