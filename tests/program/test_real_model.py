@@ -53,7 +53,7 @@ def test_the_whole_chain_with_a_random_model(root, tmp_path, monkeypatch, capsys
     main(train)
     main(['view', str(tmp_path / 'tspo'), '--rules', 'tspo', 'grpo', 'outcome+folr/group'])
     said = capsys.readouterr().out
-    assert 'fewer than a fifth of its groups are mixed' in said and 'it seldom answers' in said
+    assert 'fewer than a fifth of its groups are mixed' in said and 'no turn could be read' in said
     assert said.count('the search shows an answer of') == 5 and 'on the same 4 questions' in said
     summary = json.loads((tmp_path / 'tspo/summary.json').read_text())
     assert summary['steps'] == 2 and summary['base_sampled']['trajectories'] == 4 and summary['protocol'] == 'short'
