@@ -684,7 +684,7 @@ def test_two_ranks_write_what_one_writes(model, corpus, tmp_path, monkeypatch):
             r['tokens'] for r in read_turns(two / name)) > 0
         assert (one / name / 'scores.json').read_text() == (two / name / 'scores.json').read_text()
     assert read_scores(one) == read_scores(two)
-    assert [line.split(':')[0] for line in lines] == ['hotpotqa', 'nq']             # by one rank only
+    assert [line.split(':')[0] for line in lines] == ['2 ranks', 'hotpotqa', 'nq']            # by one rank only
     log = (two / 'ranks.log').stat().st_mtime_ns
     quiet({**settings, 'run': str(two), 'ranks': 2})
     assert (two / 'ranks.log').stat().st_mtime_ns == log                        # nothing was started

@@ -548,11 +548,11 @@ def test_a_papers_file_acts_by_vllm(root, tmp_path):
     """IGPO's file by the command in its head, in the tiny world: its learner and stage, on two ranks, each with a vLLM
     in a process of its own that stays awake, as it must without a GPU."""
     (tmp_path / 'runs').mkdir()
-    for folder in ('nbs', 'runs/params'): (tmp_path / folder).symlink_to(root / folder)
+    for part in ('nbs', 'runs/params', 'settings.ini'): (tmp_path / part).symlink_to(root / part)
     (words,) = commands_of('igpo_qwen2.5_7b')
-    small = dict(TINY, model=str(root / 'data' / 'tiny_base'), data='tiny', corpus=None, protocol='tiny',
-                 prompt_tokens=64, response_tokens=128, max_tokens=192, passages=1, dtype='float32', ranks=2, steps=2,
-                 correction='truncated', learning_rate=1e-3, kl=.001)
+    small = dict(TINY, model=str(root / 'data' / 'tiny_base'), data='tiny', corpus=None, patience={}, mix={},
+                 protocol='tiny', prompt_tokens=64, response_tokens=128, max_tokens=192, passages=1, dtype='float32',
+                 ranks=2, steps=2, correction='truncated', learning_rate=1e-3, kl=.001)
     notebook, run = typed(words, small, tmp_path), tmp_path / 'runs' / 'igpo_qwen2.5_7b'
     params = yaml.safe_load((run / 'params.yaml').read_text())
     assert params.items() >= dict(method='igpo', learner='deepspeed', stage=3, engine='vllm', answer_stop='last',
