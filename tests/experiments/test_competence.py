@@ -66,8 +66,8 @@ def test_a_run_is_examined_by_its_own_engine(run, plain, monkeypatch):
     params, made = yaml.safe_load((run / 'params.yaml').read_text()), []
     (run / 'params.yaml').write_text(yaml.safe_dump({**params, 'engine': 'vllm'}))
 
-    def make(host, acting, folder, model, tokenizer):
-        assert host.engine == 'vllm' and model is None and not made
+    def make(config, folder, model, tokenizer):
+        assert config.engine == 'vllm' and model is None and not made
         made.append(Shared(folder, tokenizer))
         return made[0]
     monkeypatch.setattr(competence, 'make_engine', make)
