@@ -55,7 +55,7 @@ def read_site(root):
     settings = ConfigParser(delimiters=['='], interpolation=None)
     settings.read(root / 'settings.ini', encoding='utf-8')
     return Site(root, {path: json.loads((root / path).read_text(encoding='utf-8')) for path in paths}, chapters, pages,
-                tuple(path for pattern in COPIED for path in found(pattern)),
+                tuple(path for pattern in COPIED for path in found(pattern) if (root / path).is_file()),
                 '{git_url}/{{kind}}/{branch}'.format(**settings['DEFAULT']))
 
 
