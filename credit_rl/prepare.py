@@ -7,7 +7,7 @@ __all__ = ['Warming', 'WarmUpChoice', 'make_warming', 'read_warming', 'check_war
            'gate_table', 'is_warmup', 'warmup_table', 'calibration_pairs', 'main']
 
 # %% ../nbs/5_run/65_prepare.ipynb #c002
-import contextlib, importlib.util, math, os, sys
+import contextlib, importlib.util, math, os, shutil, sys
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 import torch
@@ -16,7 +16,8 @@ from .dry_run import is_large, no_gpu, rank_tflops
 from .engine import seed_of
 from .estimate import Load, describe, memory, read_sizes, step_seconds
 from .environment import as_played, open_search
-from .launch import LaunchError, Ranks, is_rank, join_ranks, keep_traceback, set_torch, speak
+from .launch import (LaunchError, Ranks, SaveTimes, is_rank, join_ranks, keep_traceback, set_torch, speak,
+                              told_to_end)
 from .layout import pack
 from .learner import BadStep, FrozenModels, only_data
 from .losses import kl
@@ -34,7 +35,7 @@ from .settings import (GROUPS, Course, CriticChoice, check, data_sets, flat_form
 from .sharded import DeepSpeedBackend
 from .setup import (Examiner, bound_method, examine, make_engine, make_setup, origin_of, plan_of,
                              real_questions, real_search, start_critic)
-from .train import MAY_CHANGE, SilentLog, check_same_params, end_interrupted, launch_ranks, saving
+from .train import MAY_CHANGE, SilentLog, check_same_params, end_interrupted, launch_ranks, play_parts, saving
 from .vllm_engine import EngineLost
 from .warmup import (GATE, Collection, CollectionPlan, Examination, GateFailed, Missing, Sampler, WarmUp,
                               collect, critic_learner, make_pairs, read_collected, report_from, searching, warm_up,
@@ -130,6 +131,7 @@ def _gathered(path, player, env, questions, how, other, embed, say):
     if not player.ranks.once(path.exists):
         found = collect(player, env, questions, how, other, _embedder(embed), say)
         player.ranks.once(lambda: found.save(path))
+        player.ranks.once(lambda: shutil.rmtree(path.with_name('played'), ignore_errors=True))
     return read_collected(path)
 
 # %% ../nbs/5_run/65_prepare.ipynb #c013
@@ -171,11 +173,14 @@ def _finished_warming(
     return summary if summary['passed'] or summary['step'] >= most else None
 
 # %% ../nbs/5_run/65_prepare.ipynb #c016
-def _keep_exam(log, learner, keep, ranks, kept):
-    "Log an examination and keep the state after it: the learner's by all ranks, the rest by the first."
-    (step, report), loss = kept['history'][-1], kept['loss']
-    row = {name: report[name] for name in ('auc', 'sign_accuracy', 'explained_variance', 'sign_kept', 'sign_lost')}
-    log.metrics(step, **row, **({} if math.isnan(loss) else {'loss': loss}))
+def _keep_step(log, learner, keep, times, say, kept):
+    """Log an examination, and keep the state after it, or between two where it is time: the learner's by all ranks, the
+    rest by the first. Leaves where an end was asked for."""
+    step, (examined, report), loss, ranks = kept['step'], kept['history'][-1], kept['loss'], times.ranks
+    if step == examined:
+        row = {name: report[name] for name in ('auc', 'sign_accuracy', 'explained_variance', 'sign_kept', 'sign_lost')}
+        log.metrics(step, **row, **({} if math.isnan(loss) else {'loss': loss}))
+    if not times.due() and step != examined: return
     def write(folder):
         with saving(log.folder/'checkpoints'/f'step-{step:06d}'):
             learner.save(ranks.once(lambda: str(folder)))
@@ -183,6 +188,7 @@ def _keep_exam(log, learner, keep, ranks, kept):
             if ranks.first: torch.save(kept, Path(folder)/'warmup.pt')
     if ranks.first: save_checkpoint(log.folder, step, write, keep)
     else: write(None)
+    times.saved(f'step {step}', say)
 
 # %% ../nbs/5_run/65_prepare.ipynb #c017
 def _plan(settings, choice):
@@ -230,7 +236,7 @@ def prepare(
         model = s.acting.model
         if model != 'tiny': find_model(model)
         for line in [*_forecast(s, choice), *no_gpu(s.host, model)] if is_large(model) else (): say(line)
-        if s.host.ranks > 1: return launch_ranks(c, say, 'credit_rl.prepare', (*MAY_CHANGE, 'warm_steps'), saves=False)
+        if s.host.ranks > 1: return launch_ranks(c, say, 'credit_rl.prepare', (*MAY_CHANGE, 'warm_steps'))
     return _prepare(c, say, Ranks())
 
 # %% ../nbs/5_run/65_prepare.ipynb #c019
@@ -243,13 +249,14 @@ def _prepare(c, say, ranks):
         return Path(s.course.run)
     set_torch(s.host.threads, s.host.tf32)
     run = s.course.run
-    with RunLog(run, s.course.resume, s.keeping.trackers) if ranks.first else SilentLog(run) as log:
-        return _warmed(s, choice, vars(c), log, ranks, say)
+    with told_to_end(run) as asked, (
+            RunLog(run, s.course.resume, s.keeping.trackers) if ranks.first else SilentLog(run)) as log:
+        return _warmed(s, choice, vars(c), log, SaveTimes(asked, s.keeping.save_every, ranks), say)
 
 # %% ../nbs/5_run/65_prepare.ipynb #sp654
-def _warmed(s, choice, params, log, ranks, say):
+def _warmed(s, choice, params, log, times, say):
     "Warm up into a run folder that this process holds, which gets its `params`. Returns it."
-    task, seed, real = s.task, s.course.seed, None
+    task, seed, ranks, real = s.task, s.course.seed, times.ranks, None
     if task.data != 'tiny': real = real_questions(task, seed), real_search(task, s.acting.protocol)
     for line in tree_notes(s.learning, 'a warm-up reads its states as rows of their own'): say(line)
     with log.beginning():
@@ -258,7 +265,9 @@ def _warmed(s, choice, params, log, ranks, say):
         stage = ranks.in_turn(lambda: make_setup(task, s.acting, origin, seed, say, real))
         metric = bound_method(s.course, s.task, s.learning.questions_per_step, stage.chat).metric
         engine = make_engine(s.host, s.acting, origin.start, stage.model, stage.chat.tokenizer)
-    player, data = Sampler(engine, s.acting.sampling, ranks), {}
+    keep = lambda questions, play, name: play_parts(
+        log.folder/'played'/str(name), [questions[i:i + 256] for i in range(0, len(questions), 256)], play, times, say)
+    player, data = Sampler(engine, s.acting.sampling, ranks, keep), {}
     try:
         for part, most in (('train', choice.sorted_questions), ('dev', None)):
             env, path = stage.environments[part], log.folder/f'rollouts-{part}.jsonl.gz'
@@ -270,7 +279,7 @@ def _warmed(s, choice, params, log, ranks, say):
     exam = Examination(data['dev'], stage.environments['dev'], metric, s.learning.row_tokens)
     teaching = _warming_learner(s, choice, origin, stage.model)
     with _keeping_bad(log, stage.chat.tokenizer):
-        learner, history = _teach(teaching, data['train'], exam, log, ranks, say)
+        learner, history = _teach(teaching, data['train'], exam, log, times, say)
     summary = {**_summary(choice, s.course, history, exam, learner), 'protocol': stage.chat.protocol.name,
                'prompt_hash': prompt_hash(stage.chat.protocol),
                'rendered_hash': prompt_hash(stage.chat)}
@@ -303,10 +312,10 @@ def _warming_learner(s, choice, origin, model):
     teacher = critic_learner(model, critic.head, how, frozen, s.acting.temperature, backend, critic.at)
     return how, teacher, s.keeping.keep
 
-def _teach(teaching, data, exam, log, ranks, say):
+def _teach(teaching, data, exam, log, times, say):
     "Teach a critic on what was collected, from the last checkpoint on: the learner, and its examinations."
     (how, learner, keep), kept = teaching, None
-    found = ranks.once(lambda: latest_checkpoint(log.folder))
+    found = times.ranks.once(lambda: latest_checkpoint(log.folder))
     log.cut(found[0] if found else -1)
     if found:
         learner.restore(found[1])
@@ -315,7 +324,7 @@ def _teach(teaching, data, exam, log, ranks, say):
     say(f'{len(pairs.contexts)} states of {len(data.groups)} rollouts to teach, {len(exam.pairs.contexts)} '
         f'of {len(exam.data.groups)} to examine on')
     try:
-        store = lambda state: _keep_exam(log, learner, keep, ranks, state)
+        store = lambda state: _keep_step(log, learner, keep, times, say, state)
         return learner, warm_up(learner, pairs, lambda: exam(learner), how, say, store, kept)
     except GateFailed as e: return learner, e.history
 

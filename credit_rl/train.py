@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['AHEAD_FILE', 'MAY_CHANGE', 'train_step', 'Run', 'Actor', 'play_step', 'Look', 'keep_rollouts', 'correct_credit',
            'AheadBatch', 'staleness', 'write_ahead', 'read_ahead', 'CalledOff', 'play_ahead', 'Replay', 'write_memory',
-           'read_memory', 'note_params', 'check_same_params', 'finished', 'SilentLog', 'saving', 'begin_run',
-           'judge_hashes', 'train', 'launch_ranks', 'main', 'end_interrupted']
+           'read_memory', 'note_params', 'check_same_params', 'finished', 'SilentLog', 'saving', 'write_groups',
+           'read_groups', 'play_parts', 'begin_run', 'judge_hashes', 'train', 'launch_ranks', 'main', 'end_interrupted']
 
 # %% ../nbs/5_run/63_train.ipynb #c002
 import contextlib, copy, dataclasses, gzip, json, math, os, re, shutil, signal, sys, threading, time
@@ -19,7 +19,7 @@ from .engine import seed_of
 from .evaluate import evaluate, note_seen, seen_lines, summarize, train_keys
 from .information_gain import belief_schema, belief_warning
 from .judge import Judge, judge_counts
-from .launch import (LaunchError, Progress, Ranks, is_rank, join_ranks, keep_traceback, launch,
+from .launch import (LaunchError, Progress, Ranks, SaveTimes, is_rank, join_ranks, keep_traceback, launch,
                               launch_command, meet, rank_environment, set_torch, speak,
                               told_to_end)
 from .layout import pack
@@ -641,6 +641,36 @@ def saving(path):  # of a checkpoint
                       f'its disk has {free / 1e9:.3g} GB free{limit}; '
                       'earlier checkpoints are kept: make room, or raise the limit, and go on with resume=True') from e
 
+# %% ../nbs/5_run/63_train.ipynb #t6315
+def write_groups(path, groups):
+    "Write groups into a file, as a whole."
+    text = json.dumps(list(map(to_json, groups)))
+    atomic_write(path, lambda part: part.write_bytes(gzip.compress(text.encode())))
+
+def read_groups(path):
+    "Read what `write_groups` wrote: list of Group."
+    with gzip.open(path, 'rt') as f: return list(map(group_from_json, json.load(f)))
+
+def play_parts(
+    folder,     # in which parts are kept; whoever keeps the whole removes it
+    parts,      # list of lists of questions
+    play,       # function of a part and its number, gives a list of Group on every rank
+    times,      # SaveTimes
+    say=print,  # function called with a line of text where an end was asked for
+):
+    """Play part by part: list of Group. What was interrupted goes on behind the parts that are there; asked to end, it
+    leaves after a part (SystemExit)."""
+    out, ranks = [], times.ranks
+    for i, part in enumerate(parts):
+        path = Path(folder)/f'{i:06d}.json.gz'
+        if ranks.once(path.exists): groups = read_groups(path)
+        else:
+            groups = play(part, i)
+            ranks.once(lambda: (path.parent.mkdir(parents=True, exist_ok=True), write_groups(path, groups)))
+            if times.due(): times.saved(f'part {i + 1} of {len(parts)} was played', say)
+        out += groups
+    return out
+
 # %% ../nbs/5_run/63_train.ipynb #c0751
 def _check_teacher(teacher, method, course):
     "Refuse more steps where a teacher's period is a share of them. Raises ValueError."
@@ -748,11 +778,9 @@ def _foretold(run, pace):
     parts = ', '.join(f'{part} {took:.3g}' for part, took in seconds.items() if took)
     return f'a step takes {pace:.3g} s; foretold were {sum(seconds.values()):.3g} s ({parts})'
 
-def _steps(run, first, asked):
-    """Take the steps from `first` on, until the run is over or has collapsed, or was `asked` to end: the signal's
-    number then, 0 otherwise."""
+def _steps(run, first, times):
+    "Take the steps from `first` on, until the run is over, has collapsed, or leaves as `times` (SaveTimes) has it."
     keeping, steps, since = run.settings.keeping, run.settings.course.steps, time.monotonic()
-    saved, every = since, 60 * keeping.save_every or math.inf
     for step in range(first, first if run.memory.get('collapsed') else steps + 1):
         due = step % keeping.eval_every == 0 or step == steps
         with run.log.timed('step'): metrics = train_step(run, step, keeping.log_kl and due)
@@ -768,16 +796,10 @@ def _steps(run, first, asked):
         if run.memory['collapsed']:
             run.say(f'stopped at step {step}: the answer rate of the last 5 steps fell below {keeping.collapse:.0%} of '
                     'its best; try a smaller learning rate, or a KL term')
-            return 0
-        ends = max(run.ranks.each(list(range(run.ranks.count)), lambda mine: [asked()] * len(mine)))
-        if not due and (ends or run.ranks.once(lambda: time.monotonic() - saved > every)): run.checkpoint(step)
-        elif not due: continue
-        saved = time.monotonic()
-        if ends and step < steps:
-            run.say(f'saved after step {step} and ended, as it was told to ({signal.Signals(ends).name}): with '
-                    'resume=true the same command goes on')
-            return ends
-    return 0
+            return
+        saves = times.due()
+        if saves and not due: run.checkpoint(step)
+        if step < steps and (saves or due): times.saved(f'step {step}', run.say)
 
 # %% ../nbs/5_run/63_train.ipynb #c079
 def _finish(run):
@@ -850,10 +872,9 @@ def _train(config, say, ranks):
     set_torch(s.host.threads, s.host.tf32)
     with told_to_end(s.course.run) as asked, contextlib.closing(begin_run(config, say, ranks)) as run:
         with run.log.beginning(): first = _begin(run)
-        ends = _steps(run, first, asked)
-        if not ends: _finish(run)
+        _steps(run, first, SaveTimes(asked, s.keeping.save_every, ranks))
+        _finish(run)
         ranks.wait()
-    if ends and not is_rank(): sys.exit(128 + ends)               # a launcher knows it
     return Path(s.course.run)
 
 # %% ../nbs/5_run/63_train.ipynb #c091
