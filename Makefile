@@ -141,7 +141,7 @@ carl: $(VENV)/.ok-test
 	@$(PY) -m credit_rl.prepare --params runs/params/carl_demo.yaml run=runs/carl_demo/warm $(CARL_WARM)
 	@$(PY) -m credit_rl.train --params runs/params/carl_demo.yaml run=runs/carl_demo/carl-412 $(CARL_RUN) \
 	    critic_from=runs/carl_demo/warm
-	@$(PY) -m credit_rl.competence runs/carl_demo/carl-412 --checkpoint newest
+	@$(PY) -m credit_rl.studies.competence runs/carl_demo/carl-412 --checkpoint newest
 
 # A real model on real questions. The same command goes on after an interruption. A finished part is kept; an interrupted
 # one is begun again, but the reinforcement goes on from its last checkpoint. REAL_STEPS=0 stops after the
@@ -188,7 +188,7 @@ READ_ME := --TagRemovePreprocessor.enabled=True --TagRemovePreprocessor.remove_i
 readme: $(VENV)/.ok-test
 	@rm -rf _docs/readme && mkdir -p _docs/readme
 	@$(PY) -m jupyter nbconvert --log-level WARN --to markdown --output-dir _docs/readme --output README $(READ_ME) nbs/index.ipynb
-	@sed -i.old -E 's,\]\(([1-7]_[a-z]+/|machinery/|experiments/|papers/|[0-9]+_|your_rule),](nbs/\1,g; s,\]\(\.\./,](,g' _docs/readme/README.md
+	@sed -i.old -E 's,\]\(([1-7]_[a-z]+/|machinery/|experiments/|papers/|[0-9]+_|your_|on_gpus),](nbs/\1,g; s,\]\(\.\./,](,g' _docs/readme/README.md
 	@rm -rf nbs/figures && mv _docs/readme/nbs/figures nbs/figures && mv _docs/readme/README.md README.md
 
 # The site from what git keeps: no notebook is executed, nothing is fetched. A dead link or a warning of mkdocs fails it.

@@ -25,7 +25,7 @@ setup(
     url=cfg['git_url'],
     keywords=cfg['keywords'].split(),
     classifiers=['Development Status :: 3 - Alpha', 'Intended Audience :: Science/Research', 'Programming Language :: Python :: 3'],
-    packages=[cfg['lib_path']],
+    packages=[cfg['lib_path'], f"{cfg['lib_path']}.studies"],
     package_data={cfg['lib_path']: ['view.html', 'view.css']},   # what 72_view shows pages by
     include_package_data=False,
     python_requires=f">={cfg['min_python']}",

@@ -15,7 +15,7 @@ from .parameters import error_line
 VERBS = {  # verb -> module (whose main it is, unless a function is named), what it does
     'train': ('train', 'train a policy with one of the methods'),
     'evaluate': ('evaluate', 'play benchmarks with a model or a prompting baseline, or an evaluation again'),
-    'longform': ('longform', 'evaluate answers of several sentences, by a judge'),
+    'longform': ('studies.longform', 'evaluate answers of several sentences, by a judge'),
     'audit': ('audit', 'judge rules by true credit, on a checkpoint and its own rollouts'),
     'compare': ('compare', 'run several methods on the same budget, and report'),
     'warmup': ('prepare', 'warm up a critic until it passes its gate'),
@@ -27,10 +27,10 @@ VERBS = {  # verb -> module (whose main it is, unless a function is named), what
     'explain': ('adapters', 'what did a trainer do with the rewards of turns? from a batch in a file'),
     'watch': ('watch', 'show a run while it goes on'),
     'profile': ('profile', "where a run's time went, by line of the loop, and on which tokens"),
-    'asking': ('when_to_ask', 'before training: can a rule learn here when to ask?'),
-    'lab': ('lab', 'when does turn credit pay? worlds that can be enumerated, exact and learned'),
-    'tables': ('tables', "a paper's tables and figures, from run folders"),
-    'competence': ('competence', 'does a trained agent ask for what it does not know, and only for that?'),
+    'asking': ('studies.when_to_ask', 'before training: can a rule learn here when to ask?'),
+    'lab': ('studies.lab', 'when does turn credit pay? worlds that can be enumerated, exact and learned'),
+    'tables': ('studies.tables', "a paper's tables and figures, from run folders"),
+    'competence': ('studies.competence', 'does a trained agent ask for what it does not know, and only for that?'),
     'index': ('search_service:build', 'save an index of passages, BM25 or vectors'),
     'serve': ('search_service', "serve a saved index, in Search-R1's protocol"),
 }

@@ -31,10 +31,11 @@ class Sizes:
         layer = self.hidden * (3 * self.intermediate + 2 * self.query + 2 * self.kv)
         return self.layers * layer + self.vocabulary * self.hidden
 
-KNOWN_SIZES = {  # the papers' models, so that an estimate needs no network; the first number comes from the others
+KNOWN_SIZES = {  # of the shipped parameter files, so that an estimate needs no network; the first number comes from the others
     'Qwen/Qwen2.5-3B-Instruct': Sizes(3_085_938_688, 36, 2048, 11008, 2048, 256, 151936),
     'Qwen/Qwen2.5-7B-Instruct': Sizes(7_615_616_512, 28, 3584, 18944, 3584, 512, 152064),
     'Qwen/Qwen2.5-14B-Instruct': Sizes(14_770_033_664, 48, 5120, 13824, 5120, 1024, 152064),
+    'Qwen/Qwen3-1.7B': Sizes(1_720_574_976, 28, 2048, 6144, 2048, 1024, 151936),
     'Qwen/Qwen3-4B-Instruct-2507': Sizes(4_022_468_096, 36, 2560, 9728, 4096, 1024, 151936),
     'meta-llama/Llama-3.1-8B-Instruct': Sizes(8_030_261_248, 32, 4096, 14336, 4096, 1024, 128256),
 }

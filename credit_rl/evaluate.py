@@ -20,8 +20,8 @@ from .engine import Decoding, HFEngine, SamplingParams
 from .environment import (Conversation, Source, as_played, asked_protocol, is_searched, make_environment,
                                    open_search)
 from .readers import RowError
-from .launch import (LaunchError, Processes, Progress, Ranks, check_hosts, check_threads, is_rank, join_ranks,
-                              keep_traceback, launch, launch_command, meet, rank_environment, set_torch, speak)
+from .launch import (LaunchError, Processes, Progress, Ranks, check_hosts, check_threads, is_rank, on_ranks,
+                              set_torch, speak)
 from .layout import hidden_states, pack
 from .metrics import benchmark_metric, carl_match, cover_match, empty_golds, exact_match, f1, gold_note, score_answer
 from .models import (Policy, json_hash, load_model, load_tokenizer, local_folder, model_hashes, read_template,
@@ -42,7 +42,8 @@ def measure(trajectory):
     wrote, share of malformed turns."""
     t = trajectory
     scores = (0., 0.) if t.answer is None else [score_answer(rule, t.question, t.answer) for rule in (exact_match, f1)]
-    return {
+    own = {} if t.earned is None else {'reward': t.earned}
+    return {**own,
         'em': scores[0], 'f1': scores[1], 'answer_rate': float(t.answer is not None), 'turns': len(t.turns),
         'calls': sum(turn.call is not None for turn in t.turns),
         'tokens': sum(len(turn.action_ids) for turn in t.turns),
@@ -288,6 +289,7 @@ def _questions(name, source, choice, seed):
 def _retriever(name, source, choice, protocol, opened):
     """Open the search of one set, what to say about its passages and about itself; three times None for a set that is
     not searched."""
+    if source.has_own: return source.own_tools(), None, None
     corpus = _place(name, source.corpus, 'corpus')
     given = isinstance(source.corpus, dict) and corpus
     if not is_searched(name, protocol, given, choice.baseline):
@@ -366,7 +368,7 @@ class _LazyModel:
 def _environment(s, search, player):
     "Make the environment by the settings."
     env = make_environment(player.tokenizer, search, s, player.vocabulary, s.baseline)
-    return dataclasses.replace(env, max_tokens=player.limit)
+    return dataclasses.replace(env, max_tokens=player.limit, reward=s.own_reward())
 
 def _refuse_long(plan_name, questions, env):
     "Refuse questions that leave no room for an answer, or whose prompt is longer than it may be."
@@ -678,27 +680,6 @@ def _evaluate_sets(s, player, plans, say, progress, ranks=Ranks()):
         ranks.wait()
     return folder
 
-# %% ../nbs/3_acting/27_evaluate.ipynb #n6setss5
-def _launch(s, say):
-    "Start the ranks of an evaluation and wait for its summary. Returns the run folder."
-    import yaml
-    folder = Path(s.run)
-    with meet(s.hosts, s.endpoint, vars(s)) as meeting:
-        command = launch_command('credit_rl.evaluate', ['--params', str(folder/'launch.yaml')], s.ranks, s.hostfile,
-                                 meeting)
-        start = lambda: launch(command, folder, folder/'summary.json', say, environment=rank_environment(
-            s.ranks, s.hostfile, s.hosts, s.endpoint, torch.cuda.is_available()), meeting=meeting)
-        if meeting and meeting.number: start()                   # host 0 holds the folder, with rank 0
-        else:
-            folder.mkdir(parents=True, exist_ok=True)
-            with Hold(folder) as hold:
-                text = yaml.safe_dump(json.loads(json.dumps(vars(s))), sort_keys=False, allow_unicode=True)
-                atomic_write(folder/'launch.yaml', lambda path: path.write_text(text))
-                if s.hostfile: hold.close()                      # the first rank may be on another host, and holds it
-                else: hold.share()
-                start()
-    return folder
-
 # %% ../nbs/3_acting/27_evaluate.ipynb #c070
 def run_evaluation(
     settings,       # Evaluation, or a dict of them
@@ -721,11 +702,9 @@ def run_evaluation(
     set_torch(s.threads, s.tf32)
     player = _LazyModel(s, engine)
     plans = [_plan_evaluation(s, name, player, opened) for name in set_names(s.data)]
-    if is_rank():
-        with keep_traceback(s.run, int(os.environ['RANK'])):
-            return _evaluate_sets(s, player, plans, say, progress, join_ranks(s.ranks, s))
-    if s.ranks > 1 and not all(_is_done(Path(s.run)/plan.name, plan) for plan in plans): return _launch(s, say)
-    return _evaluate_sets(s, player, plans, say, progress)
+    over = not is_rank() and all(_is_done(Path(s.run)/plan.name, plan) for plan in plans)
+    return on_ranks('credit_rl.evaluate', s, say, lambda ranks: _evaluate_sets(s, player, plans, say, progress, ranks),
+                    lambda s: Path(s.run).mkdir(parents=True, exist_ok=True) or Hold(s.run), over)
 
 # %% ../nbs/3_acting/27_evaluate.ipynb #c077
 @dataclass(frozen=True)

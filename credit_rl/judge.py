@@ -7,31 +7,29 @@ __all__ = ['JUDGE_LOGS', 'Replies', 'Judge', 'read_key', 'check_judge', 'make_ju
            'after_thought', 'quote_thought', 'read_verdict']
 
 # %% ../nbs/2_environment/18_judge.ipynb #c002
-import functools, gzip, hashlib, inspect, json, os, re, time, urllib.parse
+import functools, hashlib, inspect, json, os, re, time, urllib.parse
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from .options import nearest
 from .tools import within
 
 # %% ../nbs/2_environment/18_judge.ipynb #c036
 class Replies:
-    """What a judge said, by a key of what it was asked, and where that is kept: a file (gzip, JSON lines), to which 64
-    at a time are added. A last entry that was cut off is dropped. Raises ValueError on a damaged file."""
+    """What a judge said, by a key of what it was asked, and where that is kept: a `Journal`, to which 64 at a time are
+    added. A last entry that was cut off is dropped. Raises ValueError on a damaged file."""
     def __init__(
         self,
         path=None,  # of the file, made where it is not there; None: nothing is written
     ):
-        self.by_key, self.path, self._new, end = {}, path and Path(path), [], 0     # key -> reply, finish_reason
-        if path is None or not self.path.exists(): return
-        from credit_rl.runlog import read_members     # here: rewards are known where there is torch alone
-        with open(path, 'rb') as file:
-            for end, block in read_members(file, path):
-                for row in map(json.loads, block.splitlines()):
-                    old = 'finish' not in row         # found by model and words: its key held the judge's address
-                    key = _key([row['model'], row['messages']]) if old else row['key']
-                    self.by_key[key] = row['reply'], row.get('finish')
-        os.truncate(path, end)
+        self.by_key, self._journal, self._new = {}, None, []     # key -> reply, finish_reason
+        if path is None: return
+        from credit_rl.runlog import Journal          # here: rewards are known where there is torch alone
+        self._journal = Journal(path, packed=True)
+        self._journal.cut()
+        for row in self._journal.rows():
+            old = 'finish' not in row                 # found by model and words: its key held the judge's address
+            key = _key([row['model'], row['messages']]) if old else row['key']
+            self.by_key[key] = row['reply'], row.get('finish')
 
     def add(self, key, row):  # row: dict of JSON values: model, messages, reply, finish (a finish_reason or None)
         "Keep a reply, in place of an earlier one."
@@ -40,10 +38,8 @@ class Replies:
         if len(self._new) == 64: self.write()
 
     def write(self):
-        "Add what is new to the file, as one member of it."
-        lines = ''.join(json.dumps(row) + '\n' for row in self._new)
-        if lines and self.path:
-            with open(self.path, 'ab') as file: file.write(gzip.compress(lines.encode()))
+        "Add what is new to the file, as one entry of it."
+        if self._new and self._journal: self._journal.append(self._new)
         self._new = []
 
 def _openai():

@@ -132,6 +132,7 @@ class Reward(Part):
     chance: bool = False    # an outcome whose mean is a chance of success
     unsummed: str = ''      # why a rule must not sum it over turns; '': it may
     per_turn: bool = False  # of it a rule that sums takes the mean over a rollout's turns
+    brought: bool = False   # reads what tool calls brought (Turn.reward)
     telescopes: bool = False  # its sum over all turns is fixed, so no turn may be left out
     every_group: str = ''   # why groups whose outcomes agree must stay; '': they may go
 
@@ -249,6 +250,7 @@ def _option_names(parts):
 class Facts:
     "What a run knows that an option may take unless it is set; None: it does not know."
     metric: object = None             # what the data are scored by: a name, a function, or a dict of them by data set
+    right: object = None              # by what an answer is right, where that is not `metric`
     tags: tuple = None                # the protocol's tags of reasoning, call and answer
     opening: str = None               # what the generation prefix says of every turn before the model does: '<think>\n'
     questions_per_step: int = None
@@ -299,6 +301,10 @@ class Method:
     @property
     def metric(self): return self.options['right']
     @property
+    def own_scorer(self):
+        "The outcome that compares answers in its own way, whatever a run scores them by: str, None where there is none."
+        return next((r.name for r in self.rewards if r.gives == 'outcome' and 'metric' not in r.facts.values()), None)
+    @property
     def sees(self):
         "What `evaluate` must find out besides what the loss needs, see `Asks.sees`: tuple of str."
         return tuple(dict.fromkeys([r.sees for r in self.rewards if r.sees] + ['values'] * bool(self.rule.critic)))
@@ -331,6 +337,10 @@ class Method:
     def text_rewards(self, groups):
         "What the text tells: dict of 'right' (N,), 'outcome' (N,), 'turns' (N, K), and what parts read."
         out = {'right': self.right(groups, self.options['right']), 'turns': torch.zeros(index_groups(groups)[0].shape)}
+        paid = any(turn.reward is not None for g in groups for t in g.trajectories for turn in t.turns)
+        if paid and not any(r.brought for r in self.rewards):
+            raise ValueError(f'{self.name} does not read the rewards that tool calls bring: take a method with the reward '
+                             "'brought', such as outcome+brought/turns")
         for r in sorted((r for r in self.rewards if r.text or r.graded), key=lambda r: r.gives != 'outcome'):
             value = r.graded(groups, out['grade'], self.own(r)) if r.graded else r.text(groups, self.own(r))
             if isinstance(value, tuple): value, out = value[0], out | value[1]
@@ -376,7 +386,8 @@ def bind(
     """The method of a run. Raises ValueError on options that it does not have, and where a part cannot work with what
     the run knows."""
     values, usual, names = method.settings(options), method.knobs, _option_names(method.parts)
-    takes = {'right': 'metric', **{names[p.name][n]: fact for p in method.parts for n, fact in p.facts.items()}}
+    takes = {'right': 'metric' if facts.right is None else 'right',
+             **{names[p.name][n]: fact for p in method.parts for n, fact in p.facts.items()}}
     for name, fact in takes.items():
         known = getattr(facts, fact)
         if known is not None and name not in options and values[name] == usual[name].default: values[name] = known

@@ -7,7 +7,7 @@ __all__ = ['Warming', 'WarmUpChoice', 'make_warming', 'read_warming', 'check_war
            'gate_table', 'is_warmup', 'warmup_table', 'calibration_pairs', 'main']
 
 # %% ../nbs/5_run/65_prepare.ipynb #c002
-import contextlib, importlib.util, math, os, shutil, sys
+import contextlib, importlib.util, math, shutil, sys
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 import torch
@@ -16,8 +16,7 @@ from .dry_run import is_large, no_gpu, rank_tflops
 from .engine import seed_of
 from .estimate import Load, describe, memory, read_sizes, step_seconds
 from .environment import as_played, open_search
-from .launch import (LaunchError, Ranks, SaveTimes, is_rank, join_ranks, keep_traceback, set_torch, speak,
-                              told_to_end)
+from .launch import LaunchError, Ranks, SaveTimes, is_rank, on_ranks, set_torch, speak, told_to_end
 from .layout import pack
 from .learner import BadStep, FrozenModels, only_data
 from .losses import kl
@@ -35,7 +34,7 @@ from .settings import (GROUPS, Course, CriticChoice, check, data_sets, flat_form
 from .sharded import DeepSpeedBackend
 from .setup import (Examiner, bound_method, examine, make_engine, make_setup, origin_of, plan_of,
                              real_questions, real_search, start_critic)
-from .train import MAY_CHANGE, SilentLog, check_same_params, end_interrupted, launch_ranks, play_parts, saving
+from .train import MAY_CHANGE, SilentLog, check_same_params, end_interrupted, held, play_parts, saving
 from .vllm_engine import EngineLost
 from .warmup import (GATE, Collection, CollectionPlan, Examination, GateFailed, Missing, Sampler, WarmUp,
                               collect, critic_learner, make_pairs, read_collected, report_from, searching, warm_up,
@@ -229,15 +228,12 @@ def prepare(
         looks = (lambda settings: _weigh(settings, choice)), (lambda settings: _forecast(settings, choice))
         return examine(c, say, Examiner(check_warming, *looks))
     check_warming(c)
-    if is_rank():
-        with keep_traceback(s.course.run, int(os.environ['RANK'])):
-            return _prepare(c, say, join_ranks(s.host.ranks, c))
-    if _finished_warming(s.course, choice) is None:
-        model = s.acting.model
+    over, model = _finished_warming(s.course, choice) is not None, s.acting.model
+    if not (over or is_rank()):
         if model != 'tiny': find_model(model)
         for line in [*_forecast(s, choice), *no_gpu(s.host, model)] if is_large(model) else (): say(line)
-        if s.host.ranks > 1: return launch_ranks(c, say, 'credit_rl.prepare', (*MAY_CHANGE, 'warm_steps'))
-    return _prepare(c, say, Ranks())
+    return on_ranks('credit_rl.prepare', c, say, lambda ranks: _prepare(c, say, ranks),
+                    lambda s: held(s, (*MAY_CHANGE, 'warm_steps')), over, s.host.restarts, s.host.grace)
 
 # %% ../nbs/5_run/65_prepare.ipynb #c019
 def _prepare(c, say, ranks):

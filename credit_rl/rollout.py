@@ -14,7 +14,7 @@ from .engine import FinishedTurn, SamplingParams, ScriptedEngine, seed_of
 from .options import SettingsGroup, setting
 from .protocol import last_answer, reaches, read_context, stops_short
 from .readers import BLANKLESS
-from .tools import Observation, PythonTool, SearchTool, cut, read_observation, skipping
+from .tools import Observation, OwnTools, PythonTool, SearchTool, cut, own_outcome, read_observation, reads_rows, skipping
 
 # %% ../nbs/3_acting/22_rollout.ipynb #c004
 MALFORMED = ('error', 'end')   # the model is told what was wrong and goes on; the rollout ends
@@ -37,6 +37,7 @@ class Environment:
     response_tokens: int = None  # most ids of a row after the prompt, observations included; None: the same
     other_prompts: dict = field(default_factory=dict)   # files of CARL's other system messages by prompt: `prompted`
     today: str = None                                   # what {today} in them stands for
+    reward: object = None        # of one's own, see `own_outcome`; None: the environment's get_reward, or golds
     faults: object = None        # Faults of its searches and notes; None: each finds what it can, and all notes last
 
     def __post_init__(self):
@@ -60,6 +61,12 @@ class Environment:
             raise ValueError(f'protocol {p.name!r} calls by queries, and this environment only runs programs')
         if self.tool is None and p.call_style != 'none':
             raise ValueError(f'protocol {p.name!r} calls, and this environment has no tool')
+        if (p.call_style == 'tools') != isinstance(self.tool, OwnTools):
+            raise ValueError(f"tools of one's own (OwnTools) go with protocol 'tools', got protocol {p.name!r} and "
+                             f'{type(self.tool).__name__}')
+        if self.reward: reads_rows(self.reward)
+        if self.reward and isinstance(self.tool, OwnTools) and self.tool.scores:
+            raise ValueError('the environment has get_reward: leave out reward, or that method')
         if self.faults and self.tool: skipping(self.tool, 0)   # refuses a tool whose searches can't fail
         if self.faults and self.faults.lost and not p.context_tag:
             raise ValueError(f'protocol {p.name!r} keeps no notes, so none can be lost: leave out lost')
@@ -74,6 +81,7 @@ class _Draft:
         self.seed, self.name = seed, name
         self.ids, self.turns, self.context = list(prompt_ids), [], None
         self.base = None   # while an output is being read: what stays when it is gone
+        self.task = None   # the rollout's own environment (OwnTools)
         self.begun = None  # what was sampled of a message that stopped at a fence and goes on: FinishedTurn
 
     def add(self, finished, text, call=None, observation_ids=(), observation=Observation(''), result=Result.NONE,
@@ -81,7 +89,7 @@ class _Draft:
         "Append a finished turn and what the environment said to it."
         self.ids += [*finished.ids, *observation_ids]
         self.turns.append(Turn(kind, finished.ids, finished.logps, observation_ids, text, str(observation), call,
-                               result, self.context, observation.returned()))
+                               result, self.context, observation.returned(), observation.reward))
         self.context = None
 
     def edit(self, ids):
@@ -132,6 +140,7 @@ def _answer_or_observe(env, draft, finished, text, action, reply):
         return _over(env, draft, Stop.TURN_CAP if len(draft.turns) == env.max_turns else Stop.LENGTH)
     _, result, ids = reply
     draft.add(finished, text, action.call, ids[:room], _shown(env.chat, reply, room), result)
+    if reply[0].finished: return _over(env, draft, Stop.FINISHED)
     return _over(env, draft, Stop.LENGTH) if len(ids) + 1 > room else None
 
 # %% ../nbs/3_acting/22_rollout.ipynb #c008
@@ -153,6 +162,8 @@ def _call(env, drafts, actions):
     """Run the calls of many actions as one batch, those that fail alike together: list of (str, Result), an
     `Observation` where the tool says what of it was found."""
     if not actions: return []
+    if isinstance(env.tool, OwnTools):
+        return env.tool.call([a.call['calls'] for a in actions], [d.task for d in drafts])
     runs_code = env.chat.protocol.runs_code
     calls = [a.call['code'] if runs_code else a.call['queries'] for a in actions]
     if env.faults is None: return env.tool.call(calls)
@@ -300,6 +311,7 @@ def _row_limit(env, prompt, longest):
 
 def _begin(env, questions, group_size, longest, seed):
     "Drafts of all attempts, by (number of the question, attempt). Raises ValueError on a prompt that leaves no room."
+    if isinstance(env.tool, OwnTools): return _begin_own(env, questions, group_size, longest, seed)
     drafts, prompts = {}, env.chat.prompt_ids([q.text for q in questions])
     _refuse_long(env, questions, prompts)
     for b, (question, prompt) in enumerate(zip(questions, prompts)):
@@ -308,8 +320,30 @@ def _begin(env, questions, group_size, longest, seed):
         drafts.update({(b, g): _Draft((b, g), question, prompt, limit, seed, g) for g in range(group_size)})
     return drafts
 
+def _begin_own(env, questions, group_size, longest, seed):
+    "As `_begin`, each attempt in an environment of its own, whose first words stand behind its question."
+    drafts = {}
+    for b, question in enumerate(questions):
+        for g in range(group_size):
+            task, said = env.tool.begin(question)
+            own = replace(question, text=question.text + said)
+            prompt = env.chat.prompt_ids(own.text)
+            _refuse_long(env, [own], [prompt])
+            _refuse_full(own, prompt, longest)
+            drafts[b, g] = _Draft((b, g), own, prompt, _row_limit(env, prompt, longest), seed, g)
+            drafts[b, g].task = task
+    return drafts
+
 # %% ../nbs/3_acting/22_rollout.ipynb #c017
 def _step(env): return _segments if env.chat.protocol.context_tag else _turns
+
+def _ended(env, draft, trajectory):
+    "A rollout that is over, with what a reward of one's own gives it. Its environment is free for another."
+    task = draft.task
+    if env.reward or task is not None and env.tool.scores:
+        trajectory = replace(trajectory, earned=own_outcome(trajectory, env.reward, task))
+    if task is not None: env.tool.idle.append(task)
+    return trajectory
 
 def _play(engine, env, drafts, sampling, seed, progress, each=None):
     "Let drafts, dict by their keys, go on until each is over: dict of `Trajectory` by key."
@@ -344,6 +378,7 @@ def _play(engine, env, drafts, sampling, seed, progress, each=None):
         if not batch: continue
         active = [drafts[f.key] for f in batch]
         over = _step(env)(env, stream, active, batch)
+        over = [t and _ended(env, d, t) for t, d in zip(over, active)]
         for draft, trajectory in zip(active, over):
             if trajectory is None: submit(draft)
             else:
@@ -398,6 +433,12 @@ def _draft_of(env, trajectory, turn, key, longest, seed):
     draft.name = seed_of(*draft.ids), key[1]
     return draft
 
+def _refuse_own(env):
+    "Refuse to go on in an environment of somebody's own, whose state cannot be brought back. Raises ValueError."
+    if isinstance(env.tool, OwnTools) and env.tool.make:
+        raise ValueError("an environment of one's own is played from its beginning, since its state cannot be brought "
+                         'back: take a method that does not play on')
+
 def continuations(
     engine,         # as for rollout
     env,            # Environment
@@ -411,6 +452,7 @@ def continuations(
     are those of the state. Raises ValueError on a turn that a trajectory does not have."""
     if not states or count < 1:
         raise ValueError(f'continuations need states and a count of at least 1, got {len(states)} and {count}')
+    _refuse_own(env)
     longest, drafts = min(env.max_tokens, engine.max_length), {}
     for s, (trajectory, turn) in enumerate(states):
         if not 0 <= turn < len(trajectory.turns):
@@ -431,6 +473,7 @@ def add_message(
     if env.chat.protocol.context_tag:
         raise ValueError(f'protocol {env.chat.protocol.name!r} edits contexts, and a text alone does not say in which '
                          'one it was written')
+    _refuse_own(env)
     ids = env.chat.encode(text)
     draft = _draft_of(env, trajectory, len(trajectory.turns), (0, 0), env.max_tokens, 0)
     again = env.chat.next_context(trajectory.question.text, trajectory.turns) if trajectory.turns else None

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['search_app', 'SearchServer', 'Patience', 'open_retriever', 'serve', 'SearchError', 'SearchLost', 'SearchClient',
-           'SearchCache', 'is_kept_searches', 'read_corpus', 'build', 'main']
+           'is_kept_searches', 'SearchCache', 'read_corpus', 'build', 'main']
 
 # %% ../nbs/machinery/16_search_service.ipynb #c003
 import functools, json, multiprocessing, os, re, signal, socket, sys, threading, time, warnings
@@ -20,7 +20,7 @@ from .options import SettingsGroup, options_in, setting
 from .parameters import error_line, make_parser
 from .readers import Passage, RowError, read_contents, read_field, read_rows, read_title
 from .retrieval import Retriever, build_index, check_search, contents
-from .runlog import atomic_write
+from .runlog import Journal, atomic_write
 
 # %% ../nbs/machinery/16_search_service.ipynb #c005
 def _document(passage):
@@ -372,6 +372,11 @@ class SearchClient:
 # %% ../nbs/machinery/16_search_service.ipynb #c022
 _HEADER = {'searches': 1}  # the first line of a file of kept answers, with its format's number
 
+def is_kept_searches(path):
+    "Tell whether a file is one of kept searches, by its first line."
+    with open(path, 'rb') as file: line = file.readline(100)
+    return line.removeprefix(b'\xef\xbb\xbf').rstrip() == json.dumps(_HEADER).encode()
+
 class SearchCache:
     """Search by kept answers, and by a retriever for what is not among them: a `Retriever`. Raises ValueError on a file
     of something else, FileNotFoundError where a file that is not there shall be replayed."""
@@ -380,16 +385,14 @@ class SearchCache:
         retriever=None,  # has search(queries, k); None: replay, nothing is asked and nothing written
     ):
         self.path, self.retriever, self.answers, self._lock = Path(path), retriever, {}, threading.Lock()
+        self._journal = Journal(path, head=_HEADER)
         self.url = str(path)   # what a run is said to search
         if not self.path.exists() and retriever is None: raise FileNotFoundError(f'{path}: there is nothing to replay')
+        self._check_first()
         if retriever is not None:
-            self._check_first()
-            self._append([])
-        try:
-            with open(self.path, encoding='utf-8-sig', newline='\n') as file:
-                for number, line in enumerate(file):
-                    if line.endswith('\n'): self._read(number, line)
-        except UnicodeDecodeError as e: raise ValueError(f'{path} is no text in UTF-8 ({e.reason})') from None
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._journal.append([])
+        for number, row in enumerate(self._journal.rows()): self._read(number, row)
 
     def _check_first(self):
         "Refuse a file of something else before anything of it is cut off. Raises ValueError."
@@ -402,26 +405,12 @@ class SearchCache:
         "Take an answer over, unless the one that is there serves for k passages too."
         if self._known(query, k) is None: self.answers[query] = k, found
 
-    def _read(self, number, line):
+    def _read(self, number, row):
         try:
-            row = json.loads(line)
             if number == 0 and row != _HEADER: raise ValueError('the first line is not that of kept searches')
             if number: self._keep(row['query'], row['k'], [Passage(*p) for p in row['found']])
-        except (ValueError, TypeError, KeyError, RecursionError) as e:
+        except (ValueError, TypeError, KeyError) as e:
             raise ValueError(f'{self.path}, line {number + 1} is not a kept search: {type(e).__name__}: {e}') from None
-
-    def _append(self, rows):
-        import fcntl
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        with open(self.path, 'ab+') as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            end = file.seek(0, 2)
-            file.seek(max(0, end - 1))
-            if file.read() not in (b'', b'\n'):                                 # a line that was cut off
-                file.seek(0)
-                end = file.truncate(file.read().rfind(b'\n') + 1)
-            rows = rows if end else [_HEADER, *rows]
-            file.write(b''.join(json.dumps(row).encode() + b'\n' for row in rows))
 
     def _known(self, query, k):
         "The kept answer to a query, None where it is of fewer passages than k and was cut there."
@@ -441,19 +430,13 @@ class SearchCache:
             rows = [{'query': q, 'k': int(k), 'found': [[p.id, p.title, p.text, p.score] for p in hits]}
                     for q, hits in zip(new, found)]
             with self._lock:
-                self._append(rows)
+                self._journal.append(rows)
                 for q, hits in zip(new, found): self._keep(q, int(k), list(hits))
         return [list(self._known(q, k)) for q in queries]
 
     def about(self):
         "What is known of the retriever behind it, and the file: a dict."
         return {**(self.retriever.about() if self.retriever else {}), 'name': 'SearchCache', 'kept': str(self.path)}
-
-# %% ../nbs/machinery/16_search_service.ipynb #s6x6
-def is_kept_searches(path):
-    "Tell whether a file is one of kept searches, by its first line."
-    with open(path, 'rb') as file: line = file.readline(100)
-    return line.removeprefix(b'\xef\xbb\xbf').rstrip() == json.dumps(_HEADER).encode()
 
 # %% ../nbs/machinery/16_search_service.ipynb #c025
 def read_corpus(

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from .benchmarks import find_benchmark, get_benchmark, with_columns
 from .engine import Decoding, SamplingParams
-from .environment import Conversation, Source, as_played, asked_protocol, protocol_row
+from .environment import Conversation, Source, as_played, asked_protocol, protocol_row, spell_own
 from .launch import Processes, check_hosts, check_threads
 from .layout import AVERAGES
 from .learner import CRITICS, Optimiser, check_offload
@@ -294,6 +294,10 @@ def flat_form(name, groups, about):
         own = get_regime(self.regime).settings(self.seed) if getattr(self, 'regime', None) else {}
         for n, value in own.items():
             if getattr(self, n) == options[n].default: setattr(self, n, value)
+        for n in {'environment', 'reward'} & {*options}: setattr(self, n, spell_own(getattr(self, n)))
+        if 'tools' in options:
+            self.tools = [spell_own(tool) for tool in self.tools]
+            if self.protocol is None and (self.tools or self.environment): self.protocol = 'tools'
         if self.max_turns is None: self.max_turns = _usual_turns(self.protocol)
         if self.max_tokens is None: self.max_tokens = _usual_tokens(self.prompt_tokens, self.response_tokens)
     options = {n: o for group in groups for n, o in options_in(group).items()}
@@ -359,6 +363,7 @@ def check(config):
     s = settings_of(config)
     method, acting, task = get_method(s.course.method), s.acting, s.task
     _check_method(s, method)
+    _check_tools(s, method)
     if acting.top_p < 1 or acting.top_k:
         raise ValueError(f'training takes top_p=1 and top_k=0, got {acting.top_p} and {acting.top_k}: with a cut-off '
                          'distribution the sampled log-probabilities belong to another policy than the one that is '
@@ -433,7 +438,7 @@ def _check_regime(task, model, seed):
     regime = get_regime(task.regime)
     if task.data != 'tiny': raise ValueError(f"a regime is for data='tiny', got data={task.data!r}: leave out regime")
     if model == regime.base_folder(seed) and not Path(model).exists():
-        raise ValueError(f'the base of the regime is not in {model}: make it by python -m credit_rl.regimes '
+        raise ValueError(f'the base of the regime is not in {model}: make it by python -m credit_rl.studies.regimes '
                          f'{regime.name} seed={seed}, or name another model')
 
 def _check_world(world, seed=0):
@@ -538,6 +543,33 @@ def _check_method(s, method):
         raise ValueError(f'{name} compares the attempts at one question with each other, so group_size must be at '
                          f'least 2, got {s.learning.group_size}')
     _check_learning(s.learning, method)
+
+def _check_tools(s, method):
+    "Refuse tools and a reward of one's own that cannot be read, or do not go with the data, with each other or the method."
+    name, task, tools, reward = s.course.method, s.task, s.task.own_tools(), s.task.own_reward()
+    given = bool(reward) or tools is not None and tools.scores
+    if reward and tools is not None and tools.scores:
+        raise ValueError(f'{task.environment} has get_reward: leave out reward={task.reward!r}, or that method')
+    if task.right and not given:
+        raise ValueError(f"right={task.right} is a threshold of one's own reward: give reward, or leave it out")
+    protocol = asked_protocol(s.acting.protocol, task.data)
+    if (tools is not None) != (protocol.call_style == 'tools'):
+        raise ValueError(f"tools or an environment of one's own go with protocol='tools', got protocol={protocol.name!r} "
+                         f'{"with" if tools else "without"} them')
+    if tools is not None and task.data == 'tiny':
+        raise ValueError("data='tiny' brings its own tool: with tools or environment give questions of your own by path")
+    for n in ('corpus', 'cut', 'dense', 'patience') if tools is not None else ():
+        if not getattr(task, n): continue
+        raise ValueError(f"{n} would not be searched: the model calls tools of one's own; leave it out")
+    if tools is not None and tools.make and bind(method, s.course.options).asks([]).plays:
+        raise ValueError(f'{name} plays on from every state, and an environment of one\'s own cannot be brought back to one: '
+                         'take another method')
+    if not given: return
+    if method.own_scorer:
+        raise ValueError(f"{name} scores answers by {method.own_scorer}, and would not read a reward of one's own: take a method "
+                         'whose outcome is outcome, or leave out reward')
+    if method.rule.chance_only and not task.right:
+        raise ValueError(f'{name} learns the chance of a right answer: say by right=… from which reward on one is right')
 
 def _check_learning(learning, method):
     "Refuse a loss that there is not, and more mini-batches than rollouts."

@@ -25,6 +25,7 @@ from .estimate import (KNOWN_SIZES, Load, TrainingPlan, describe, describe_ahead
 from .launch import Ranks, missing_for_hosts, ranks_here
 from .learner import FrozenModels, Learner, make_critic, seeded
 from .methods import extra_passes, get_method
+from .outcome import Earned
 from .metrics import benchmark_metric, gold_note
 from .models import find_model, load_model, load_tokenizer, write_model
 from .parts import Facts, bind, services
@@ -37,6 +38,7 @@ from .settings import (check, check_ahead, check_engine, check_lora, data_sets, 
                                 scored_schemas, settings_of, world_arguments)
 from .sharded import DeepSpeedBackend
 from .tiny import ceiling, make_base, player_state, tiny_environment
+from .tools import OwnTools
 from .trees import attend_by_trees
 from .vllm_engine import VLLMEngine, VLLMSettings, rank_devices, save_adapter, weights_place
 from .warmup import read_warmed
@@ -86,6 +88,9 @@ def make_setup(
     else:
         real = real or (real_questions(task, seed), real_search(task, acting.protocol))
         setup = _real_setup(acting, task, real, origin.start, say)
+    if reward := task.own_reward():
+        setup = dataclasses.replace(setup, environments={part: dataclasses.replace(env, reward=reward)
+                                                         for part, env in setup.environments.items()})
     with tempfile.TemporaryDirectory() as place:                   # what cannot be saved is found now, not at the end
         left = write_model(place, setup.model, setup.chat.tokenizer, setup.chat, weights={})
     if left:
@@ -163,6 +168,7 @@ def _search_ceiling(task, env, questions):
 def _search_place(search):  # BM25, or another retriever; None: nothing is searched
     "What is searched, in words: a number of passages, or the url of a server."
     if search is None: return 'nothing to search'
+    if isinstance(search, OwnTools): return 'tools ' + ', '.join(s['function']['name'] for s in search.schemas)
     passages = getattr(search, 'passages', None)
     return search.url if passages is None else f'{len(passages)} passages'
 
@@ -257,8 +263,10 @@ def real_search(
     task,      # Task
     protocol,  # a row of PROTOCOLS or a file, 'direct', or None
 ):
-    """What is searched: `corpus`, or the path's corpus, or the paragraphs of the questions; None for a set that is
+    """What is searched, or tools of one's own in its place: `corpus`, or
+    the path's corpus, or the paragraphs of the questions; None for a set that is
     asked without."""
+    if task.has_own: return task.own_tools()
     first = data_sets(task)[0]
     if not is_searched(first, protocol, task.corpus): return None
     has_paragraphs = get_benchmark(first).paragraphs is not None
@@ -294,7 +302,9 @@ def run_facts(
 ):
     "What a run knows that a method's options may take: `Facts`."
     protocol, tiny = chat and chat.protocol, get_regime(task.regime).metric if task.regime else None
-    return Facts(metric=tiny if task.data == 'tiny' else _data_metric(data_sets(task)),
+    metric, right = tiny if task.data == 'tiny' else _data_metric(data_sets(task)), None
+    if task.reward or task.environment and task.own_tools().scores: metric, right = Earned(), Earned(task.right or 1.)
+    return Facts(metric=metric, right=right,
                  tags=protocol and (protocol.think_tag, protocol.call_tag, protocol.answer_tag),
                  opening=chat and chat.opening, questions_per_step=questions_per_step, max_turns=max_turns)
 
@@ -308,7 +318,9 @@ def bound_method(
 ):
     "A run's `Method`, with the options that are set, and for the others what the run knows."
     options = {**(get_regime(task.regime).options if task.regime else {}), **course.options}
-    return bind(get_method(course.method), options, run_facts(task, questions_per_step, chat, max_turns), loss)
+    method, facts = get_method(course.method), run_facts(task, questions_per_step, chat, max_turns)
+    if facts.right and method.rule.chance_only: facts = dataclasses.replace(facts, metric=facts.right)
+    return bind(method, options, facts, loss)
 
 def _data_metric(names):
     "What data sets are scored by: one function, or a dict by set where they differ."

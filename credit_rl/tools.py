@@ -4,10 +4,12 @@
 
 # %% auto #0
 __all__ = ['RENDERS', 'Observation', 'render_documents', 'render_plain', 'render_json', 'count_words', 'cut', 'within',
-           'SearchTool', 'read_observation', 'returned_texts', 'observation_of', 'PythonTool', 'Faults', 'skipping']
+           'SearchTool', 'read_observation', 'returned_texts', 'observation_of', 'PythonTool', 'Faults', 'skipping',
+           'schema_of', 'reply_of', 'OwnTools', 'tool_of', 'reads_rows', 'own_outcome', 'find_own']
 
 # %% ../nbs/2_environment/13_tools.ipynb #c003
-import contextlib, copy, datetime, functools, json, os, queue, re, signal, threading, time
+import asyncio, atexit, contextlib, copy, datetime, functools, importlib, inspect, json, math, os, queue, re
+import signal, sys, threading, time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 
@@ -17,16 +19,17 @@ from .trajectory import Result
 # %% ../nbs/2_environment/13_tools.ipynb #c005
 class Observation(str):
     """What a tool says; `spans` are the places of what it found in it, (start, end) in order. The rest is our words.
-    Where they are `escaped` they are written as inside of JSON strings."""
-    def __new__(cls, text, spans=(), escaped=False):
+    Where they are `escaped` they are written as inside of JSON strings. A call may bring a `reward`, and say that the
+    rollout is `finished`."""
+    def __new__(cls, text, spans=(), escaped=False, reward=None, finished=False):
         self = super().__new__(cls, text)
-        self.spans, self.escaped = tuple(spans), escaped
+        self.spans, self.escaped, self.reward, self.finished = tuple(spans), escaped, reward, finished
         return self
 
     def first(self, n):
         "Its first `n` characters: `Observation`."
-        return Observation(self[:n], [(start, min(end, n)) for start, end in self.spans if start < n],
-                           self.escaped)
+        spans = [(start, min(end, n)) for start, end in self.spans if start < n]
+        return Observation(self[:n], spans, self.escaped, self.reward, self.finished)
 
     def returned(self):
         "What the tool found, field by field, as it was before it was escaped: tuple of str."
@@ -922,3 +925,168 @@ def skipping(
     program = copy.copy(tool)
     program.search = other
     return program
+
+# %% ../nbs/2_environment/13_tools.ipynb #own02
+def schema_of(function):
+    "Read the JSON schema of a function from its types and docstring, as chat templates take it: dict. Raises ValueError."
+    from transformers.utils import get_json_schema       # here: other tools work where there is torch alone
+    try: return get_json_schema(function)
+    except Exception as e:
+        raise ValueError(f'tool {getattr(function, "__name__", function)!r} does not say how it is called: {e} Give every '
+                         'argument a type, and a line below "Args:" in the docstring') from None
+
+def reply_of(value):
+    "What a tool returned, as an `Observation`. Raises TypeError on a ToolOutput with blocks that are no text."
+    if isinstance(value, Observation): return value
+    if value is None: return Observation('Done.')
+    if (blocks := getattr(value, 'blocks', None)) is not None:
+        parts = [b.get('text') if isinstance(b, dict) else getattr(b, 'text', None) for b in blocks]
+        if not all(isinstance(part, str) for part in parts):
+            raise TypeError(f'a tool gave blocks that are no text, and a model here reads text: {blocks!r:.200}')
+        text, reward = '\n'.join(parts), value.reward
+        return Observation(text, [(0, len(text))], False, None if reward is None else float(reward),
+                           bool(value.finished))
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+    return Observation(text, [(0, len(text))])
+
+# %% ../nbs/2_environment/13_tools.ipynb #own05
+@functools.cache
+def _loop():
+    "An event loop in a thread of its own, which all awaited tools share; it ends before the program does."
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, daemon=True)
+    thread.start()
+    def end():
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join(5)
+    atexit.register(end)
+    return loop
+
+def _awaited(started):
+    "Values of calls that were started, those that are awaitable awaited together: list of (value, exception or None)."
+    async def wait(value): return await value
+    waiting = [asyncio.run_coroutine_threadsafe(wait(value), _loop()) if inspect.isawaitable(value) else None
+               for value, _ in started]
+    def end(pair, future):
+        try: return pair if future is None else (future.result(), None)
+        except Exception as e: return None, e
+    return [end(*both) for both in zip(started, waiting)]
+
+def _given(function, row):
+    "What of a row a function takes by name: dict."
+    known = inspect.signature(function).parameters.values()
+    return row if any(p.kind is p.VAR_KEYWORD for p in known) else {p.name: row[p.name] for p in known if p.name in row}
+
+# %% ../nbs/2_environment/13_tools.ipynb #own06
+class OwnTools:
+    """Functions, and an environment class with its methods, that a model calls by name. Raises ValueError on a class that
+    is none, on twins, and on what says too little about itself."""
+    def __init__(self,
+        functions=(),      # each with types and a docstring; ordinary or async
+        environment=None,  # class, or function without arguments that makes an environment
+    ):
+        self.make, self.idle, task = environment, [], environment() if environment else None
+        if environment and not callable(getattr(task, 'reset', None)):
+            raise ValueError(f'environment {environment!r} needs a method reset(**row), as for TRL')
+        self.functions = {f.__name__: f for f in functions}
+        self.methods = [name for name, _ in inspect.getmembers(type(task), inspect.isfunction)
+                        if not name.startswith('_') and name not in ('reset', 'get_reward')] if environment else []
+        names = [*(f.__name__ for f in functions), *self.methods]
+        if not names: raise ValueError('nothing can be called: give functions, or an environment with public methods')
+        if twins := {name for name in names if names.count(name) > 1}: raise ValueError(f'two tools are called {twins}')
+        self.schemas = tuple(map(schema_of, [*functions, *(getattr(task, name) for name in self.methods)]))
+        self.scores = callable(getattr(task, 'get_reward', None))
+        if environment: self.idle.append(task)
+
+    def begin(self, question):
+        "A rollout's environment, and what its `reset` says: (object, str); (None, '') without one."
+        if self.make is None: return None, ''
+        task = self.idle.pop() if self.idle else self.make()
+        ((said, error),) = _awaited([(task.reset(**_given(task.reset, _task_row(question))), None)])
+        if error: raise error
+        return task, said or ''
+
+    def call(self, calls, tasks=None):
+        """Answer C calls, each a list of {'name', 'arguments'}, in the rollouts' environments: list of C (`Observation`,
+        `Result`). Calls of different rollouts are awaited together; an exception is what a tool says."""
+        tasks, said = tasks or [None] * len(calls), [[] for _ in calls]
+        for k in range(max(map(len, calls), default=0)):
+            at = [i for i, c in enumerate(calls) if k < len(c) and not any(o.finished for o, _ in said[i])]
+            started = [self._start(tasks[i], **calls[i][k]) for i in at]
+            for i, (value, error), (_, early) in zip(at, _awaited(started), started):
+                wrong = Result.MALFORMED if isinstance(early, _Unfit) else Result.ERROR
+                if error: name = '' if isinstance(error, _Unfit) else f'{type(error).__name__}: '
+                said[i].append((Observation(_error(f'{name}{error}')), wrong) if error else (reply_of(value), Result.OK))
+        return [_together(one) for one in said]
+
+    def _start(self, task, name, arguments):
+        "Start one call: (value or awaitable, None), or (None, exception)."
+        function = self.functions.get(name) or getattr(task, name)
+        try: inspect.signature(function).bind(**arguments)
+        except TypeError as e: return None, _Unfit(f'{name}: {e}')
+        try: return function(**arguments), None
+        except Exception as e: return None, e
+
+class _Unfit(TypeError): "Arguments that a tool does not take."
+
+def _together(said):  # list of (Observation, Result), of the calls of one message
+    "Replies to one message as one, a line between them."
+    if len(said) == 1: return said[0]
+    pieces = _between([[(text,) if text.spans else str(text)] for text, _ in said], '\n')
+    paid = [text.reward for text, _ in said if text.reward is not None]
+    whole = _join_pieces(pieces)
+    return (Observation(whole, whole.spans, whole.escaped, sum(paid) if paid else None,
+                        any(text.finished for text, _ in said)),
+            next((r for _, r in said if r is not Result.OK), Result.OK))
+
+def tool_of(*functions): return OwnTools(functions)   # of one function or several
+
+# %% ../nbs/2_environment/13_tools.ipynb #own07
+def _task_row(question):  # Question
+    "A question as the row of a data set: dict of its meta, prompt, question, id, answers, answer."
+    golds = list(question.answers)
+    return {**question.meta, 'prompt': question.text, 'question': question.text, 'id': question.id, 'answers': golds,
+            'answer': golds[0] if golds else None}
+
+def reads_rows(reward):  # function
+    "Whether a reward function is of TRL's signature. Raises ValueError where it is of neither."
+    names = list(inspect.signature(reward).parameters)
+    if {'prompts', 'completions', 'environments', 'completion_ids'} & {*names}: return True
+    if names[:2] == ['question', 'answer']: return False
+    raise ValueError(f"a reward is a function (question, answer), or of TRL's signature (completions, environments, "
+                     f'**kwargs), got one of ({", ".join(names)})')
+
+def own_outcome(
+    trajectory,   # Trajectory that is over
+    reward=None,  # function (question, answer) → float, or of TRL's signature; None: get_reward of the environment
+    task=None,    # the rollout's environment
+):
+    """Score a rollout by a reward of one's own: float in [0, 1], NaN where that gives None; without an answer a function
+    of one gives 0. Raises ValueError on another number."""
+    t, rows = trajectory, reward is not None and reads_rows(reward)
+    def value():
+        if reward is None: return task.get_reward()
+        if not rows: return 0. if t.answer is None else reward(t.question, t.answer)
+        talk = [message for turn in t.turns for message in (
+            {'role': 'assistant', 'content': turn.action_text}, {'role': 'tool', 'content': turn.observation_text})
+            if message['content']]
+        row = {'prompts': t.question.text, 'completions': talk, 'environments': task,
+               'completion_ids': [i for turn in t.turns for i in turn.action_ids]}
+        return reward(**_given(reward, {name: [v] for name, v in {**_task_row(t.question), **row}.items()}))
+    ((found, error),) = _awaited([(value(), None)])
+    if error: raise error
+    if rows: (found,) = found
+    found = math.nan if found is None else float(found)
+    if found < 0 or found > 1:
+        raise ValueError(f'an outcome lies in [0, 1], and question {t.question.id!r} earned {found}: scale the reward')
+    return found
+
+def find_own(name):  # 'module:name', or the object itself
+    "What a setting names. Raises ValueError on a module or name that there is not."
+    if not isinstance(name, str): return name
+    module, _, own = name.partition(':')
+    if os.getcwd() not in sys.path: sys.path.append(os.getcwd())     # a command's own path is that of its program
+    try: return functools.reduce(getattr, own.split('.'), importlib.import_module(module))
+    except (ImportError, AttributeError, ValueError) as e:
+        raise ValueError(f"{name!r} is not found ({e}): write 'module:name', of a module that can be imported from here"
+                         ) from None

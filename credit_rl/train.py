@@ -6,22 +6,20 @@
 __all__ = ['AHEAD_FILE', 'MAY_CHANGE', 'train_step', 'Run', 'Actor', 'play_step', 'Look', 'keep_rollouts', 'correct_credit',
            'AheadBatch', 'staleness', 'write_ahead', 'read_ahead', 'CalledOff', 'play_ahead', 'Replay', 'write_memory',
            'read_memory', 'note_params', 'check_same_params', 'finished', 'SilentLog', 'saving', 'write_groups',
-           'read_groups', 'play_parts', 'begin_run', 'judge_hashes', 'train', 'launch_ranks', 'main', 'end_interrupted']
+           'read_groups', 'play_parts', 'begin_run', 'judge_hashes', 'train', 'held', 'main', 'end_interrupted']
 
 # %% ../nbs/5_run/63_train.ipynb #c002
-import contextlib, copy, dataclasses, gzip, json, math, os, re, shutil, signal, sys, threading, time
+import contextlib, copy, dataclasses, gzip, json, math, re, shutil, sys, threading, time
 from collections import Counter, deque
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-import torch, yaml
+import torch
 from .engine import seed_of
 from .evaluate import evaluate, note_seen, seen_lines, summarize, train_keys
 from .information_gain import belief_schema, belief_warning
 from .judge import Judge, judge_counts
-from .launch import (LaunchError, Progress, Ranks, SaveTimes, is_rank, join_ranks, keep_traceback, launch,
-                              launch_command, meet, rank_environment, set_torch, speak,
-                              told_to_end)
+from .launch import LaunchError, Progress, Ranks, SaveTimes, is_rank, on_ranks, set_torch, speak, told_to_end
 from .layout import pack
 from .learner import BadStep, Learner, teach_critic
 from .dry_run import is_large, no_gpu
@@ -34,7 +32,7 @@ from .parts import (Asks, Measured, assign, at, begin, every_turn, move, service
 from .world import get_regime
 from .protocol import prompt_hash
 from .rollout import continuations, rollout
-from .runlog import (RunLog, BoundedGzip, atomic_write, lasting, latest_checkpoint, code_hashes, named_checkpoint,
+from .runlog import (RunLog, BoundedGzip, lasting, latest_checkpoint, code_hashes, named_checkpoint,
                               read_json, read_params, save_checkpoint)
 from .scoring import GOLDS_OPTION, answer_header, gold_templates, gold_texts, retell, teacher_chat
 from .search_service import SearchClient
@@ -851,15 +849,12 @@ def train(
     s = settings_of(config)
     if s.course.dry_run: return examine(config, say)
     check(config)
-    if is_rank():
-        with keep_traceback(s.course.run, int(os.environ['RANK'])):
-            return _train(config, say, join_ranks(s.host.ranks, config))
-    if not finished(s.course):
-        model = s.acting.model
+    over, model = finished(s.course), s.acting.model
+    if not (over or is_rank()):
         if model != 'tiny': find_model(model)
         for line in [*forecast(s), *no_gpu(s.host, model)] if is_large(model) else (): say(line)
-        if s.host.ranks > 1: return launch_ranks(config, say)
-    return _train(config, say, Ranks())
+    return on_ranks('credit_rl.train', config, say, lambda ranks: _train(config, say, ranks), held, over,
+                    s.host.restarts, s.host.grace)
 
 def _train(config, say, ranks):
     "The run, or this rank's part of it."
@@ -878,50 +873,16 @@ def _train(config, say, ranks):
     return Path(s.course.run)
 
 # %% ../nbs/5_run/63_train.ipynb #c091
-def launch_ranks(
-    config,                      # Config
-    say,                         # function called with lines of text
-    module='credit_rl.train',    # that each rank runs, with the settings as its --params
-    may_change=MAY_CHANGE,       # settings that may differ from those that a resumed run began with
-    saves=True,                  # whether ranks save and end when they are told to
+@contextlib.contextmanager
+def held(
+    config,                 # Config
+    may_change=MAY_CHANGE,  # settings that may differ from those that a resumed run began with
 ):
-    """Start the ranks of a run, of several hosts those of this one, and wait for its summary; where they end without
-    one, start them again as often as `restarts` allows. Returns the run folder. Raises LaunchError."""
-    host, reached, failed = settings_of(config).host, None, 0
-    while True:
-        try: return _launch_once(config, say, module, may_change, host.grace if saves else 0)
-        except LaunchError as e:
-            found = latest_checkpoint(config.run)
-            failed = 1 if found != reached else failed + 1
-            if failed > host.restarts: raise
-            say(f'{e}; started again ({failed} of {host.restarts} times without a new checkpoint)')
-            config, reached = dataclasses.replace(config, resume=True), found
-
-def _launch_once(config, say, module, may_change, saves):
-    "Start the ranks of a run on this host and wait for its summary. Returns the run folder. Raises LaunchError."
-    host, flat = settings_of(config).host, vars(config)
-    folder, hosts = Path(flat['run']), (host.hosts, host.endpoint)
-    if host.hosts > 1: say(f'waiting for {host.hosts} hosts at {host.endpoint}')
-    with meet(*hosts, flat) as meeting:
-        command = launch_command(module, ['--params', str(folder/'launch.yaml')], host.ranks, host.hostfile, meeting,
-                                 saves)
-        around = ' of all hosts' * bool(meeting)
-        say(f'{host.ranks} ranks{around}: ' + ' '.join(['python', *command[1:]]))
-        start = lambda: launch(command, folder, folder/'summary.json', say, meeting=meeting, saves=saves, environment=
-                               rank_environment(host.ranks, host.hostfile, *hosts, torch.cuda.is_available()))
-        if meeting and meeting.number: start()                       # host 0 holds the folder, with rank 0
-        else: _hold_and_start(config, may_change, start)
-    return folder
-
-def _hold_and_start(config, may_change, start):
-    "Hold a run's folder, write what its ranks read, and call `start`."
-    with RunLog(config.run, config.resume) as log:               # refuses a folder that it cannot use
+    """Hold the folder of a run whose ranks are about to start: its RunLog. Raises at once where it cannot be used, or
+    was begun with other settings."""
+    with RunLog(config.run, config.resume) as log:
         if (log.folder/'params.yaml').exists(): note_params(log, config, may_change)
-        text = yaml.safe_dump(json.loads(json.dumps(vars(config))), sort_keys=False, allow_unicode=True)
-        atomic_write(log.folder/'launch.yaml', lambda path: path.write_text(text, encoding='utf-8'))
-        if config.hostfile: log.close()                          # the first rank may be on another host, and holds it
-        else: log.share()
-        with log.beginning(): start()
+        with log.beginning(): yield log
 
 # %% ../nbs/5_run/63_train.ipynb #c097
 def main(arguments=None):

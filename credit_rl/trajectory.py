@@ -26,6 +26,7 @@ class Stop(str, Enum):
     "Why a trajectory ended."
     ANSWER = 'answer'      # the model gave an answer
     TURN_CAP = 'turn_cap'  # it used all its turns without one
+    FINISHED = 'finished'  # a tool's answer said that it is over
     NO_ANSWER = 'no_answer'  # it ended its last message without one, where that is final
     LENGTH = 'length'      # it ran out of tokens
 
@@ -71,6 +72,7 @@ class Turn:
     result: Result
     context_ids: int ids of an edited context; None: all that came before
     returned: (F,) str, what the tool returned, by field
+    reward: float, of the call, or None
     """
     kind: str                # 'tool' or 'answer' ('invoke', 'assimilate', 'commit' for CARL's segments)
     action_ids: tuple        # (A,) ids the model sampled, its end-of-turn token included
@@ -84,6 +86,7 @@ class Turn:
     # (F,) str, what the tool returned, field by field, as the model was shown it: titles and texts of passages, or a
     # program's output, without our labels; () where nothing was, or where it stands in observation_text alone
     returned: tuple = ()
+    reward: float = None       # what the call brought, where its tool says so
 
     def __post_init__(self):
         if len(self.action_ids) != len(self.action_logps):
@@ -103,12 +106,14 @@ class Trajectory:
     turns: (K,) Turn
     stop: Stop
     answer: str, or None
+    earned: float in [0, 1], or None
     """
     question: Question
     prompt_ids: tuple    # (P,) ids of the prompt, generation prefix included
     turns: tuple         # (K,) Turn
     stop: Stop
     answer: object = None  # str, or None when there was no well-formed answer
+    earned: float = None   # outcome in [0, 1] by a reward of one's own (13_tools), NaN: missing; None: there is none
 
     def __post_init__(self):
         _freeze(self, prompt_ids=tuple(self.prompt_ids), turns=tuple(self.turns), stop=Stop(self.stop))
@@ -194,7 +199,7 @@ def _turn_from_json(d):
 def trajectory_from_json(d):
     "Make a `Trajectory` from `to_json`'s dictionary."
     return Trajectory(Question(**d['question']), d['prompt_ids'], [_turn_from_json(t) for t in d['turns']], d['stop'],
-                      d['answer'])
+                      d['answer'], d.get('earned'))
 
 def group_from_json(d):
     "Make a `Group` from `to_json`'s dictionary."

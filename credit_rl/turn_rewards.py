@@ -230,7 +230,13 @@ def _by_rules(groups, o):
     return rule_turn_rewards(groups, partial(rule_rewards, exec_reward=o['exec_reward'],
                                              answer_reward=o['answer_reward'], variant=o['variant']))
 
+def _brought(groups, o):
+    "What the tools' own replies brought: (N, K), 0 where they said nothing."
+    rows = [torch.tensor([turn.reward or 0. for turn in t.turns]) for g in groups for t in g.trajectories]
+    return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+
 PARTS = (
+    Reward('brought', r'r_{i,k}\ \text{as the tool says}', 'ORS (ToolOutput)', text=_brought, brought=True),
     Reward('rules', r'r_{i,k} = 0.1\cdot\text{ran} + 0.15\cdot\text{gold shown}', 'TIPS appendix E.4', text=_by_rules,
            options={'exec_reward': Option(0.1, 'reward of a call that ran', least=0),
                     'answer_reward': Option(0.15, 'more if a gold is in the result', least=0),

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from .diagnostics import training_curves
 from .parameters import make_parser, one_dialect
-from .runlog import (latest_checkpoint, metrics_by_step, has_metrics, is_stored, read_json, read_members, read_params,
+from .runlog import (Journal, latest_checkpoint, metrics_by_step, has_metrics, is_stored, read_json, read_params,
                               read_summary)
 from .trajectory import trajectory_from_json
 from .view import show_rollout, telling_group
@@ -22,11 +22,12 @@ class NewestRollouts:
     "The last rollouts in a growing turns.jsonl.gz, of which each look reads what is new."
     def __init__(self, folder,  # of a run, there or not yet
                  most=64):      # rollouts
-        self.path, self.end, self.lines = Path(folder)/'turns.jsonl.gz', 0, deque(maxlen=most)
+        self.journal, self.end, self.lines = Journal(Path(folder)/'turns.jsonl.gz', packed=True), 0, deque(maxlen=most)
 
     def read(self):
         "The rows, oldest first: list of dict. Raises ValueError where the file is damaged."
-        size = self.path.stat().st_size if self.path.exists() else 0
+        path = self.journal.path
+        size = path.stat().st_size if path.exists() else 0
         try: self._read(0 if size < self.end else self.end)
         except ValueError: self._read(0)                                # cut back, and longer than before by now
         return [json.loads(line) for line in self.lines]
@@ -34,10 +35,7 @@ class NewestRollouts:
     def _read(self, start):
         if start == 0: self.lines.clear()
         self.end = start
-        if not self.path.exists(): return
-        with open(self.path, 'rb') as f:
-            f.seek(start)
-            for self.end, block in read_members(f, self.path, start): self.lines.extend(block.splitlines())
+        for self.end, block in self.journal.entries(start): self.lines.extend(block.splitlines())
 
 # %% ../nbs/machinery/79_watch.ipynb #c009
 _PHASES = ('waiting', 'starting', 'running', 'finishing', 'silent', 'died', 'ended')

@@ -15,14 +15,14 @@ from credit_rl.methods import METHODS
 
 ROOT = Path(__file__).resolve().parents[1]
 HIDDEN = {'methods/index.md': 'toc',                      # page -> list beside it that is left out
-          **dict.fromkeys(('index.md', 'settings.md', 'api.md', 'nbs/your_rule.md', 'runs/LOG.md'), 'navigation')}
+          **dict.fromkeys(('index.md', 'settings.md', 'api.md', 'runs/LOG.md'), 'navigation')}
 
 
 def site_nav(site):  # notebooks.Site
     "The site's contents, as mkdocs.yml has them: list."
     days = [path for path in site.pages if path.startswith('runs/log/')]
     return [{'Home': 'index.md'}, *([{'Tour': notebooks.TOUR}] if notebooks.TOUR in site.notebooks else []),
-            {'Notebooks': notebooks.notebook_nav(site)}, {'Your rule in 30 lines': 'nbs/your_rule.md'},
+            {'Notebooks': notebooks.notebook_nav(site)}, *site.guides,
             {'Methods': ['methods/index.md', *({m: f'methods/{pages.page_name(m)}.md'} for m in METHODS)]},
             {'Settings': 'settings.md'}, {'Package': 'api.md'},
             {'Results': ['results.md', {'Log of findings': ['runs/LOG.md', *({Path(day).stem: day} for day in days)]}]}]
@@ -40,7 +40,8 @@ def write_pages(
              for page, path in sources.items()}
     texts |= {page: notebooks.with_links(text, page, site)
               for page, text in pages.made_pages(site.root, out, homes).items()}
-    for page, hidden in HIDDEN.items(): texts[page] = f'---\nhide: [{hidden}]\n---\n{texts[page]}'
+    hides = HIDDEN | {page: 'navigation' for guide in site.guides for page in guide.values()}
+    for page, hidden in hides.items(): texts[page] = f'---\nhide: [{hidden}]\n---\n{texts[page]}'
     texts |= {path: json.dumps(notebooks.site_notebook(nb, path, site)) for path, nb in site.notebooks.items()}
     for page, text in texts.items():
         (out/page).parent.mkdir(parents=True, exist_ok=True)

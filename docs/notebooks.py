@@ -29,6 +29,12 @@ class Site:
         "Name of a notebook -> its path in the repository."
         return {Path(path).stem: path for path in self.notebooks}
 
+    @property
+    def guides(self):
+        "Pages beside the tour that are no notebooks: list of {their heading: path}."
+        heading = lambda path: re.search('^# (.*)', (self.root / path).read_text(encoding='utf-8'), re.M)[1]
+        return [{heading(path): path} for path in self.pages if re.fullmatch(r'nbs/\w+\.md', path)]
+
 
 def read_site(root):
     "Read the `Site` of a repository."
@@ -43,7 +49,7 @@ def read_site(root):
         chapters[folder] = sorted(of_folder(folder), key=lambda path: listed.find(f'({Path(path).name})'))
     paths = [*(path for of in chapters.values() for path in of), *of_folder('nbs')]
     paths.sort(key=lambda path: path != TOUR)
-    pages = {path: path for path in [*paths, 'nbs/your_rule.md', 'runs/LOG.md', *found('runs/log/*.md')[::-1]]}
+    pages = {path: path for path in [*paths, *found('nbs/*.md'), 'runs/LOG.md', *found('runs/log/*.md')[::-1]]}
     pages |= dict.fromkeys(('README.md', 'nbs/index.ipynb'), 'index.md')
     for name in chapters: pages |= dict.fromkeys((f'nbs/{name}', f'nbs/{name}/README.md'), f'nbs/{name}/index.md')
     settings = ConfigParser(delimiters=['='], interpolation=None)

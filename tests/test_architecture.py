@@ -64,8 +64,13 @@ def imports(tree):
         if isinstance(n, ast.Import):
             yield from (a.name for a in n.names)
         elif isinstance(n, ast.ImportFrom):
-            yield from (f'{n.module}.{a.name}' for a in n.names) if n.module == 'credit_rl' else [('.' * n.level) +
-                                                                                                  (n.module or '')]
+            whole = n.module in ('credit_rl', 'credit_rl.studies')
+            yield from (f'{n.module}.{a.name}' for a in n.names) if whole else ['.' * n.level + (n.module or '')]
+
+
+def module_of(name):
+    "The module of a full dotted name below credit_rl: 'metrics', 'lab' of credit_rl.studies."
+    return name.removeprefix('credit_rl.').removeprefix('studies.').split('.')[0]
 
 
 def definitions(cells):
@@ -91,17 +96,17 @@ def definitions(cells):
 # ---- rules on one notebook ----
 
 def floors(nb, numbers):
-    "Imports come from smaller numbers only; cells that are not exported may import their own module."
+    "Imports of what exports come from smaller numbers; cells that are not exported may import their own module."
     for c in nb.code:
         for name in imports(c.tree):
             if name.startswith('.'):
                 yield f'imports {name} relatively; write credit_rl.MODULE'
             elif name.startswith('credit_rl.'):
-                module = name.split('.')[1]
+                module = module_of(name)
                 own = module == nb.name and not c.exported
                 if module not in numbers:
                     yield f'imports {name}, which no notebook exports'
-                elif not own and numbers[module] >= (100 if nb.number is None else nb.number):
+                elif not own and numbers[module] >= (nb.number if nb.exported and nb.number is not None else 100):
                     yield f'imports {name} of notebook {numbers[module]:02d}'
 
 
@@ -115,14 +120,16 @@ def experiments_and_papers_apart(nb, numbers):
     """Nothing outside the chapters of APART imports from them: who reads a rule or a run need not read an experiment.
     The front pages show what experiments found."""
     if nb.chapter in APART or nb.stem in FRONT: return
-    modules = {name.split('.')[1] for c in nb.code for name in imports(c.tree) if name.startswith('credit_rl.')}
+    modules = {module_of(name) for c in nb.code for name in imports(c.tree) if name.startswith('credit_rl.')}
     yield from (f'imports {name}, of a chapter apart' for name in sorted(modules & apart() - {nb.name}))
 
 
 def named_like_its_module(nb, numbers):
-    if nb.runs or nb.number is None:
+    over = nb.chapter == 'experiments' and not nb.exported     # a page that only reads what a study wrote
+    if nb.runs or nb.number is None or over:
         return [f'exports to {nb.modules}'] if nb.modules or nb.exported else []
-    return [] if nb.modules == [nb.name] else [f'wanted one `default_exp {nb.name}`, got {nb.modules}']
+    wanted = f'studies.{nb.name}' if nb.chapter in APART else nb.name
+    return [] if nb.modules == [wanted] else [f'wanted one `default_exp {wanted}`, got {nb.modules}']
 
 
 def no_notebook_tools(nb, numbers):
@@ -145,7 +152,7 @@ def torch_alone(nb, numbers):
 def nothing_private_from_elsewhere(nb, numbers):
     "Names that begin with _ stay in their module: neither imported nor reached through it."
     modules = {a.asname or a.name for c in nb.code for n in ast.walk(c.tree)
-               if isinstance(n, ast.ImportFrom) and n.module == 'credit_rl' for a in n.names}
+               if isinstance(n, ast.ImportFrom) and n.module in ('credit_rl', 'credit_rl.studies') for a in n.names}
     for c in nb.code:
         for n in ast.walk(c.tree):
             if isinstance(n, ast.ImportFrom) and n.module and n.module.startswith('credit_rl.'):
@@ -331,17 +338,17 @@ def test_one_notebook_a_module_and_one_module_a_notebook():
     assert len(numbers) == len(set(numbers)), f'two notebooks share a number: {numbers}'
     exported = [m for nb in NOTEBOOKS for m in nb.modules]
     assert len(exported) == len(set(exported)), f'two notebooks write one module: {exported}'
-    modules = {p.stem for p in (ROOT / 'credit_rl').glob('*.py')} - {'__init__', '_modidx', *ALIASES}
+    paths = [p.relative_to(ROOT / 'credit_rl') for p in (ROOT / 'credit_rl').rglob('*.py')]
+    modules = {'.'.join(p.with_suffix('').parts) for p in paths if p.stem not in {'__init__', '_modidx', *ALIASES}}
     assert modules == set(exported), (f'without a notebook: {modules - set(exported)}; not exported yet: '
                                       f'{set(exported) - modules}')
-    assert not [p.name for p in (ROOT / 'credit_rl').iterdir() if p.is_dir() and p.name != '__pycache__'
-                ], 'modules stand side by side'
+    assert {len(p.parts) for p in paths} == {1, 2} and {p.parts[0] for p in paths if len(p.parts) > 1} == {'studies'}
 
 
 def test_modules_list_what_their_notebooks_define():
     for nb in NOTEBOOKS:
         for module in nb.modules:
-            tree = ast.parse((ROOT / 'credit_rl' / f'{module}.py').read_text(encoding='utf-8'))
+            tree = ast.parse((ROOT / 'credit_rl' / f'{module.replace(".", "/")}.py').read_text(encoding='utf-8'))
             lists = {ast.unparse(n.targets[0]): n.value for n in tree.body if isinstance(n, ast.Assign)}
             listed, passed_on = (set(ast.literal_eval(lists.get(name, ast.List([])))) for name in ('__all__', '_all_'))
             assert listed == passed_on | set(definitions(nb.exported)), (f'{module}.__all__ is not what {nb.stem} '
@@ -366,7 +373,7 @@ BAD = [
     (floors, notebook('12_b', '#| export\nimport credit_rl.b')),
     (floors, notebook('12_b', 'from credit_rl.gone import f')),
     (floors, notebook('12_b', '#| export\nfrom .a import f')),
-    (experiments_and_papers_apart, notebook('12_b', 'from credit_rl.longform import f')),
+    (experiments_and_papers_apart, notebook('12_b', 'from credit_rl.studies.longform import f')),
     (named_like_its_module, notebook('12_b', '#| default_exp c')),
     (named_like_its_module, notebook('12_b', '#| export\nx = 1')),
     (named_like_its_module, notebook('93_b', '#| default_exp b')),

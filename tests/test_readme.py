@@ -33,7 +33,7 @@ def converted():
     config.ExtractOutputPreprocessor.output_filename_template = 'readme_{cell_index}{extension}'
     text, resources = MarkdownExporter(config=config).from_filename(
         str(ROOT / 'nbs' / 'index.ipynb'), resources={'output_files_dir': 'nbs/figures'})
-    beside = r'\]\(([1-7]_[a-z]+/|machinery/|experiments/|papers/|\d+_|your_rule)'
+    beside = r'\]\(([1-7]_[a-z]+/|machinery/|experiments/|papers/|\d+_|your_|on_gpus)'
     return re.sub(beside, r'](nbs/\1', text).replace('](../', ']('), resources['outputs']
 
 

@@ -232,6 +232,7 @@ def test_the_tour_comes_first_and_its_map_leads_to_pages(small):
                                    {'Machinery': ['nbs/machinery/index.md',
                                                   {'02 · Two': 'nbs/machinery/02_two.ipynb'}]},
                                    {'Runs, for papermill': [{'90 · Train': 'nbs/90_train.ipynb'}]}]
+    assert nav[3] == {'The rules': 'nbs/your_rule.md'}
     shown = notebooks.site_notebook(small.notebooks['nbs/000_tour.ipynb'], 'nbs/000_tour.ipynb', small)
     assert shown['cells'][1]['outputs'][0]['data']['text/markdown'] == '[one](1_a/10_one.html)'
 

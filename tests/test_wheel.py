@@ -67,7 +67,7 @@ def base_python(wheel, tmp_path_factory):
 
 def test_the_wheel_holds_the_modules_and_their_page_and_nothing_else(wheel):
     names = ZipFile(wheel).namelist()
-    held = {f'credit_rl/{p.name}' for p in (ROOT / 'credit_rl').glob('*.py')}
+    held = {str(p.relative_to(ROOT)) for p in (ROOT / 'credit_rl').rglob('*.py')}
     held |= {'credit_rl/view.html', 'credit_rl/view.css'}
     assert {n for n in names if n.startswith('credit_rl/')} == held
     assert {n.split('/')[0].split('-')[0] for n in names} == {'credit_rl'}

@@ -7,7 +7,8 @@ from types import SimpleNamespace
 import pytest
 from hypothesis import example, given, settings, strategies as st
 
-from credit_rl import evaluate, longform, readers
+from credit_rl import evaluate, readers
+from credit_rl.studies import longform
 from credit_rl.benchmarks import get_benchmark, read_question
 from credit_rl.datasets import load_corpus, load_questions
 from credit_rl.dumps import read_dump

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from credit_rl import evaluate as evaluation
-from credit_rl.baselines import Script
+from credit_rl.studies.baselines import Script
 from credit_rl.benchmarks import BENCHMARKS
 from credit_rl.datasets import load_corpus, load_questions
 from credit_rl.engine import ScriptedEngine

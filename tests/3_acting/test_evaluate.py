@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from credit_rl import evaluate as evaluation
+from credit_rl import launch as launching
 from credit_rl import models
 from credit_rl.benchmarks import BENCHMARKS
 from credit_rl.datasets import MIXTURES, load_corpus, load_questions
@@ -698,7 +699,7 @@ def test_an_evaluation_on_several_hosts_is_started_by_its_hostfile(model, tmp_pa
     settings = dict(model=model, data='hotpotqa', path=str(SAMPLE), run=str(tmp_path / 'run'), ranks=3,
                     hostfile=str(hosts), **QUICK)
     told = []
-    monkeypatch.setattr(evaluation, 'launch', lambda command, *given, environment, meeting: told.append(
+    monkeypatch.setattr(launching, 'launch', lambda command, *given, environment, **more: told.append(
         (command[1:], environment)))
     assert quiet(settings) == tmp_path / 'run'
     assert told == [([

@@ -1126,7 +1126,7 @@ def test_tf32_is_pytorchs_own_unless_it_is_set(tmp_path, tf32, precision, monkey
 
 
 @pytest.mark.parametrize('module, name', [('sft', 'make_setup'), ('audit', 'make_setup'),
-                                          ('competence', 'read_policy')])
+                                          ('studies.competence', 'read_policy')])
 def test_other_commands_take_threads_and_tf32_as_a_training_does(tmp_path, monkeypatch, module, name):
     "A fine-tuning, an audit, and an examination of a run that has these settings."
     class Enough(Exception): "What is set is set before anything is loaded."
@@ -1136,7 +1136,7 @@ def test_other_commands_take_threads_and_tf32_as_a_training_does(tmp_path, monke
     config = dataclasses.replace(config, run=str(run))
     begin = {'sft': lambda: module.rejection_sft(config),
              'audit': lambda: module.run_audit(config, module.AuditChoice()),
-             'competence': lambda: module.open_agent(run)}[module.__name__.split('.')[1]]
+             'competence': lambda: module.open_agent(run)}[module.__name__.rpartition('.')[2]]
     if 'competence' in module.__name__: monkeypatch.setattr(module, 'read_params', lambda run: vars(config))
     monkeypatch.setattr(module, name, stop)
     try:

@@ -21,7 +21,7 @@ from credit_rl.launch import Progress
 from credit_rl.metrics import exact_match
 from credit_rl.outcome import outcome_rewards
 from credit_rl.protocol import PROTOCOLS, Chat
-from credit_rl.regimes import BASES, regime_environment
+from credit_rl.studies.regimes import BASES, regime_environment
 from credit_rl.rollout import rollout
 from credit_rl.significance import ratio_interval
 from credit_rl.tiny import Player, act, player_state, tiny_environment, tiny_tokenizer

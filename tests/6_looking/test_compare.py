@@ -178,7 +178,7 @@ def test_a_regime_has_bases_of_its_own(tmp_path, monkeypatch):
     jobs = [Job('grpo', 2, tmp_path / str(i), settings) for i, settings in enumerate(
         ({'regime': 'far'}, {'regime': 'near-miss'}, {'regime': 'mixed', 'model': 'a/b'}))]
     (tmp_path / 'data' / 'bases' / 'near-miss-2').mkdir(parents=True)
-    with pytest.raises(ValueError, match='credit_rl.regimes far seed=2$'): compare._check_regimes(jobs)
+    with pytest.raises(ValueError, match='credit_rl.studies.regimes far seed=2$'): compare._check_regimes(jobs)
     (tmp_path / 'data' / 'bases' / 'far-2').mkdir()
     compare._check_regimes(jobs)
     assert compare._bases(jobs, tmp_path / 'bases', print) == {}

@@ -11,8 +11,9 @@ import pytest
 import torch
 import yaml
 
-from credit_rl import competence, export
-from credit_rl.competence import examine_run, examine_sets, main, open_agent, set_table
+from credit_rl import export
+from credit_rl.studies import competence
+from credit_rl.studies.competence import examine_run, examine_sets, main, open_agent, set_table
 from credit_rl.engine import HFEngine
 from credit_rl.launch import Ranks
 from credit_rl.models import load_model
@@ -122,7 +123,7 @@ def test_ranks_share_the_questions(run):
 
 @pytest.mark.long
 def test_two_ranks_find_what_one_finds(run, plain):
-    done = subprocess.run([sys.executable, '-m', 'credit_rl.competence', str(run), 'ranks=2', '--checkpoint', 'newest'],
+    done = subprocess.run([sys.executable, '-m', 'credit_rl.studies.competence', str(run), 'ranks=2', '--checkpoint', 'newest'],
                           cwd=ROOT, env={**os.environ, 'PYTHONPATH': str(ROOT), 'CUDA_VISIBLE_DEVICES': ''},
                           capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]

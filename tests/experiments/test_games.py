@@ -5,10 +5,10 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from credit_rl.games import (action_chances, asking, base_right, chain, draw_moves, earned_before, game_values,
+from credit_rl.studies.games import (action_chances, asking, base_right, chain, draw_moves, earned_before, game_values,
                              group_moves, make_game, many_parts, near_miss, play_on, silent, Spot, staged, two_coins,
                              visit_chances, Way)
-from credit_rl.lab import all_paths, true_gradient
+from credit_rl.studies.lab import all_paths, true_gradient
 from credit_rl.outcome import outcome_rewards
 from credit_rl.trajectory import Question
 

@@ -14,11 +14,11 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from credit_rl import lab
-from credit_rl.games import (action_chances, asking, chain, earned_before, game_values, group_moves, many_parts,
+from credit_rl.studies import lab
+from credit_rl.studies.games import (action_chances, asking, chain, earned_before, game_values, group_moves, many_parts,
                              near_miss, silent)
 from credit_rl.groups import group_normalize, index_groups
-from credit_rl.lab import (CHARTS, TRIALS, LabChoice, Pupils, all_groups, believed, best_rate, censored_mean,
+from credit_rl.studies.lab import (CHARTS, TRIALS, LabChoice, Pupils, all_groups, believed, best_rate, censored_mean,
                            chart_figure, estimate_of, exact_estimate, get_contender, get_trial, judge_expected,
                            lab_table, learn, map_page, nearest_worlds, read_learned, run_lab, sampled_estimate,
                            step_ratio, true_gradient, turn_weights, unit_rate)
@@ -260,7 +260,7 @@ def test_a_killed_lab_goes_on(little, tmp_path):
     how = dataclasses.replace(whole, run=str(tmp_path / 'lab'))
     given = [f'{name}={json.dumps(getattr(how, name))}' for name in ('worlds', 'rates', 'tuning', 'fresh', 'most',
                                                                      'drawn')]
-    process = subprocess.Popen([sys.executable, '-m', 'credit_rl.lab', *given, f'run={how.run}'], cwd=ROOT,
+    process = subprocess.Popen([sys.executable, '-m', 'credit_rl.studies.lab', *given, f'run={how.run}'], cwd=ROOT,
                                stdout=subprocess.PIPE, env={**os.environ, 'PYTHONUNBUFFERED': '1'}, text=True)
     for line in process.stdout:
         if 'rates' in line: break

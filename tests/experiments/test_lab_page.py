@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from papermilled import papermill, shown
 
-from credit_rl.lab import CHARTS, TRIALS, lab_table
+from credit_rl.studies.lab import CHARTS, TRIALS, lab_table
 
 ROOT = Path(__file__).resolve().parents[2]
 MISSES = .3, .1, .025, .005        # right in the base's rollouts

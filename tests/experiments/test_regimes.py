@@ -15,7 +15,7 @@ from credit_rl.methods import METHODS
 from credit_rl.models import load_model
 from credit_rl.outcome import outcome_rewards
 from credit_rl.protocol import PROTOCOLS, Chat
-from credit_rl.regimes import BASES, RegimeBase, describe_play, main, measure_base, regime_environment
+from credit_rl.studies.regimes import BASES, RegimeBase, describe_play, main, measure_base, regime_environment
 from credit_rl.rollout import rollout
 from credit_rl.runlog import METRICS as METRICS_OF_RUNS
 from credit_rl.scoring import answer_header, gold_templates
@@ -262,7 +262,7 @@ def test_a_regime_fills_what_is_left():
 
 
 @pytest.mark.parametrize('bad, match', [({'regime': 'near_miss'}, "did you mean 'near-miss'"),
-                                        ({'regime': 'far', 'seed': 999}, 'credit_rl.regimes far seed=999'),
+                                        ({'regime': 'far', 'seed': 999}, 'credit_rl.studies.regimes far seed=999'),
                                         ({'regime': 'far', 'data': 'nq', 'model': 'some/model'}, "for data='tiny'"),
                                         ({'world': {'nothing': 2.}}, 'nothing'), ({'world': {'part': [3]}}, 'parts')])
 def test_settings_of_regimes_that_are_refused(bad, match):

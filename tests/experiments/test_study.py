@@ -14,11 +14,11 @@ from credit_rl.engine import ScriptedEngine
 from credit_rl.methods import get_method
 from credit_rl.parts import Facts, bind
 from credit_rl.protocol import PROTOCOLS, Chat
-from credit_rl.regimes import regime_environment
+from credit_rl.studies.regimes import regime_environment
 from credit_rl.rollout import rollout
 from credit_rl.runlog import load_yaml, metrics_by_step, read_params, read_summary, read_text, stored_folders
 from credit_rl.significance import holm
-from credit_rl.study import (SCORE, joined, predict, rank_agreement, read_audits, regimes_of, study_tables,
+from credit_rl.studies.study import (SCORE, joined, predict, rank_agreement, read_audits, regimes_of, study_tables,
                              which_rule_when)
 from credit_rl.tiny import Player, act, tiny_tokenizer
 from credit_rl.world import get_regime, world_of

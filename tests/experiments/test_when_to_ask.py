@@ -6,8 +6,8 @@ import pytest
 import torch
 import yaml
 
-from credit_rl import when_to_ask
-from credit_rl.when_to_ask import (AskingChoice, asking_says, asking_values, first_choice, form_auc, read_asking,
+from credit_rl.studies import when_to_ask
+from credit_rl.studies.when_to_ask import (AskingChoice, asking_says, asking_values, first_choice, form_auc, read_asking,
                                    run_asking, value_bias)
 from credit_rl.settings import make_config
 from credit_rl.tiny import tiny_model, tiny_tokenizer

@@ -153,7 +153,7 @@ def test_an_export_of_a_fresh_clone_changes_nothing(tmp_path):
     for name in ('nbs', 'credit_rl'):
         shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns('__pycache__', '.*'))
     shutil.copy(ROOT / 'settings.ini', tmp_path)
-    files = lambda: {p.name: p.read_bytes() for p in (tmp_path / 'credit_rl').glob('*.py') if p.name != '_modidx.py'}
+    files = lambda: {str(p): p.read_bytes() for p in (tmp_path / 'credit_rl').rglob('*.py') if p.name != '_modidx.py'}
     before = files()
     command = [Path(sys.executable).parent / 'nbdev_export']
     done = subprocess.run(command, cwd=tmp_path, env={**os.environ, 'PYTHONPATH': str(tmp_path)}, text=True,

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from credit_rl.launch import Ranks, check_hosts, check_same_files, missing_for_hosts
+from credit_rl.launch import Ranks, check_alike, check_hosts, missing_for_hosts
 from credit_rl.runlog import latest_checkpoint, read_metrics, same_metrics
 from credit_rl.settings import GROUPS, check, make_config
 from credit_rl.parameters import by_group, make_parser, read_settings
@@ -79,26 +79,27 @@ def free_endpoint():
         return f'127.0.0.1:{s.getsockname()[1]}'
 
 
-def start_two(hosts, *arguments, cwd=(ROOT, ROOT), endpoint=None):
-    "Two commands of tests/tools/hosts.py, the first of which is host 0."
-    endpoint = endpoint or free_endpoint()
+def start_two(hosts, *arguments, cwd=(ROOT, ROOT)):
+    "Two commands of tests/tools/hosts.py, each a host with a rank."
     folder, *rest = arguments
-    both = [hosts('tests.tools.hosts', folder, endpoint, *rest, cwd=place) for place in cwd]
-    for command in both: command.read_until('this is host')
-    return sorted(both, key=lambda command: 'host 0' not in command.said)
+    endpoint = free_endpoint()
+    return [hosts('tests.tools.hosts', folder, endpoint, *rest, cwd=place) for place in cwd]
+
+
+def in_order(commands):
+    "Two commands whose ranks have met, that of rank 0 first."
+    for command in commands: command.read_until('is here')
+    return sorted(commands, key=lambda command: 'rank 0 is here' not in command.said)
 
 
 def test_a_lost_rank_is_named_on_both_hosts(hosts, tmp_path):
-    first, second = start_two(hosts, tmp_path / 'run', 'wait')
-    first.read_until('all are here')
-    rank = second.rank()
-    rank.send_signal(signal.SIGKILL)
+    both = in_order(start_two(hosts, tmp_path / 'run', 'wait'))
+    both[1].rank().send_signal(signal.SIGKILL)
     since = time.monotonic()
-    for command in (first, second):
+    for command in both:
         code, said = command.end()
-        assert code != 0 and 'ended without summary.json: host 1' in said, said
-        assert 'rank 1 was ended by SIGKILL' in said, said
-        assert 'ranks-1.log' in said.splitlines()[-1]
+        assert code != 0 and f'ended without summary.json: {socket.gethostname()}: rank 1' in said, said
+        assert 'rank 1 was ended by SIGKILL' in said and f'-{both[1].process.pid}.log' in said.splitlines()[-1], said
     assert time.monotonic() - since < PATIENCE
 
 
@@ -112,32 +113,30 @@ def test_a_traceback_is_named_on_both_hosts(hosts, tmp_path):
 
 @pytest.mark.parametrize('which', [0, 1])
 def test_a_lost_host_is_named_and_leaves_no_rank(hosts, tmp_path, which):
-    both = start_two(hosts, tmp_path / 'run', 'wait')
-    both[0].read_until('all are here')
+    both = in_order(start_two(hosts, tmp_path / 'run', 'wait'))
     ranks = [command.rank() for command in both]
     both[which].process.kill()
     code, said = both[1 - which].end()
-    assert code != 0 and f'host {which} ({socket.gethostname()}) was lost' in said, said
+    assert code != 0 and f'{socket.gethostname()} was lost' in said, said
     assert not psutil.wait_procs(ranks, 60)[1]
 
 
 def test_two_hosts_end_well(hosts, tmp_path):
     (data := tmp_path / 'data').write_text('12345')
-    for command in start_two(hosts, tmp_path / 'run', 'end', data):
+    both = start_two(hosts, tmp_path / 'run', 'end', data)
+    for command in both:
         code, said = command.end()
         assert code == 0 and said.endswith('all is well\n'), said
     left = sorted(p.name for p in (tmp_path / 'run').iterdir())
-    assert left == ['launch.yaml', 'ranks-1.log', 'ranks.log', 'summary.json']
+    logs = sorted(f'ranks-{socket.gethostname()}-{command.process.pid}.log' for command in both)
+    assert left == [*logs, 'summary.json']
 
 
 def test_a_run_folder_that_only_one_host_sees_is_refused(hosts, tmp_path):
     for name in ('one', 'two'): (tmp_path / name).mkdir()
     for command in start_two(hosts, 'run', 'end', cwd=(tmp_path / 'one', tmp_path / 'two')):
         code, said = command.end()
-        assert code != 0 and "sees nothing of the run folder 'run' that host 0" in said, said
-        assert 'under the same path' in said
-        assert 'host 1' in said
-    assert sorted(p.name for p in tmp_path.glob('*/run')) == ['run']          # host 1 made none of its own
+        assert code != 0 and "does not see the run folder 'run'" in said and 'under the same path' in said, said
 
 
 def test_data_that_only_one_host_sees_is_refused(hosts, tmp_path):
@@ -194,7 +193,7 @@ def test_a_file_of_the_launcher_that_a_host_does_not_see_is_named(tmp_path, monk
 
 
 def test_one_rank_leaves_nothing_in_its_folder(tmp_path):
-    check_same_files(Ranks(), tmp_path / 'run', [str(tmp_path)])
+    check_alike(Ranks(), tmp_path / 'run', {'path': str(tmp_path)})
     assert list((tmp_path / 'run').iterdir()) == []
 
 
@@ -209,10 +208,10 @@ def killed(tmp_path_factory):
         for _ in range(2):
             started.append(Command('credit_rl.train', *(f'{k}={json.dumps(v)}' for k, v in settings.items())))
         for command in started: command.read_until('2 ranks of all hosts: ')
-        first, second = sorted(started, key=lambda command: '--node_rank 0' not in command.said)
-        first.read_until('step 2/3')
-        second.rank().send_signal(signal.SIGKILL)
-        return place / 'run', [command.end() for command in (first, second)]
+        ranks = {command.rank().environ()['RANK']: command for command in started}
+        ranks['0'].read_until('step 2/3')
+        ranks['1'].rank().send_signal(signal.SIGKILL)
+        return place / 'run', [ranks[rank].end() for rank in '01']
     finally:
         for command in started: command.process.kill()
 
@@ -224,7 +223,7 @@ def test_a_killed_rank_ends_the_run_on_both_hosts(killed):
         assert code != 0 and 'rank 1 was ended by SIGKILL' in said and 'Traceback' not in said, said
     assert ends[0][1].count('base: EM') == 1 and 'base: EM' not in ends[1][1]              # rank 0 alone speaks
     assert latest_checkpoint(folder)[0] == 2 and not (folder / '.writer').exists()
-    assert (folder / 'ranks.log').is_file() and (folder / 'ranks-1.log').is_file()
+    assert len([*folder.glob('ranks-*.log')]) == 2 and not [*folder.glob('launch-*.yaml')]
 
 
 @pytest.mark.long

@@ -7,7 +7,7 @@ import yaml
 
 from credit_rl.compare import plan_jobs
 from credit_rl.evaluate import Evaluation
-from credit_rl.papers import paper_numbers
+from credit_rl.studies.papers import paper_numbers
 from credit_rl.prepare import make_warming
 from credit_rl.settings import make_config
 from credit_rl.train import MAY_CHANGE, train

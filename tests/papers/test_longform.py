@@ -17,7 +17,7 @@ from credit_rl.datasets import load_questions
 from credit_rl.diagnostics import training_curves
 from credit_rl.engine import ScriptedEngine
 from credit_rl.evaluate import question_row, run_evaluation, set_names
-from credit_rl.longform import (JudgeChoice, VERDICTS, judge_rows, judged_table, long_rewards,
+from credit_rl.studies.longform import (JudgeChoice, VERDICTS, judge_rows, judged_table, long_rewards,
                                 main, pass_rates, run_longform)
 from credit_rl.methods import get_method
 from credit_rl.models import load_tokenizer

@@ -16,16 +16,16 @@ import torch
 import yaml
 from transformers import LlamaConfig, Qwen2Config, Qwen3Config
 
-from credit_rl.when_to_ask import asking_settings
+from credit_rl.studies.when_to_ask import asking_settings
 from credit_rl.compare import plan_jobs
 from credit_rl.datasets import MIXTURES, load_questions
 from credit_rl.dry_run import missing_room
 from credit_rl.estimate import memory, read_sizes
 from credit_rl.evaluate import _vllm as vllm_arguments
 from credit_rl.evaluate import Evaluation, check_evaluation, read_manifest, read_scores, run_evaluation, set_names
-from credit_rl.longform import JudgeChoice
+from credit_rl.studies.longform import JudgeChoice
 from credit_rl.options import options_in
-from credit_rl.papers import ENTRIES
+from credit_rl.studies.papers import ENTRIES
 from credit_rl.layout import pack
 from credit_rl.learner import Learner, Optimiser, make_critic, saved_policy
 from credit_rl.parts import Credit, Measured, bind
@@ -50,7 +50,7 @@ ROOT = Path(__file__).resolve().parents[2]
 VLLM = importlib.util.find_spec('vllm') is not None
 # many runs in the tiny world, for credit_rl.compare
 OURS = ('sweep', 'sweep_weak', 'claims', 'engines', 'ahead', 'carl_warm', 'carl_tiny', 'study', 'study_again',
-        'asking')
+        'asking', 'search_r1_grpo_qwen3_1.7b')                                      # the last: what others ship
 FILES = {
     p.stem: p
     for p in kept(ROOT, 'runs/params/*.yaml')
@@ -159,6 +159,8 @@ MODELS = {
     (_SHAPE(Qwen2Config, 28, 3584, 18944, 28, 4,
             152064), 7_615_616_512), 'Qwen/Qwen2.5-14B-Instruct': (_SHAPE(Qwen2Config, 48, 5120, 13824, 40, 8,
                                                                           152064), 14_770_033_664),
+    'Qwen/Qwen3-1.7B': (_SHAPE(Qwen3Config, 28, 2048, 6144, 16, 8, 151936, head_dim=128, tie_word_embeddings=True),
+                        1_720_574_976),
     'Qwen/Qwen3-4B-Instruct-2507': (_SHAPE(Qwen3Config, 36, 2560, 9728, 32, 8, 151936, head_dim=128,
                                            tie_word_embeddings=True), 4_022_468_096),
     'meta-llama/Llama-3.1-8B-Instruct': (_SHAPE(LlamaConfig, 32, 4096, 14336, 32, 8, 128256), 8_030_261_248)
@@ -481,6 +483,15 @@ def test_known_sizes_are_those_of_the_configurations():
         assert dataclasses.astuple(known) == (
             parameters, config.num_hidden_layers, config.hidden_size, config.intermediate_size,
             width * config.num_attention_heads, width * config.num_key_value_heads, config.vocab_size), name
+
+
+def test_the_job_of_the_page_on_gpus_is_priced_by_its_dry_run(sizes):
+    "The page's figures are the dry run's: a rank's memory, a checkpoint."
+    file, page = ROOT / 'runs/params/search_r1_grpo_qwen3_1.7b.yaml', (ROOT / 'nbs/on_gpus.md').read_text()
+    config = make_config(yaml.safe_load(file.read_text()))
+    needs = memory(sizes[config.model], plan_of(settings_of(config)))
+    assert f"learns in {needs['rank'] / 1e9:.0f} GB" in page
+    assert f"a checkpoint is {needs['checkpoint'] / 1e9:.0f} GB" in page
 
 
 @pytest.mark.parametrize('name', FILES)

@@ -10,22 +10,22 @@ import pytest
 import torch
 import yaml
 
-from credit_rl import tables
+from credit_rl.studies import tables
 from credit_rl.command import VERBS, main
-from credit_rl.competence import examine_run
+from credit_rl.studies.competence import examine_run
 from credit_rl.engine import ScriptedEngine
 from credit_rl.estimate import KNOWN_SIZES
 from credit_rl.evaluate import Evaluation, check_evaluation, run_evaluation
-from credit_rl.longform import run_longform
+from credit_rl.studies.longform import run_longform
 from credit_rl.potentials import scoring_flops
-from credit_rl.papers import (ABSENT, ENTRIES, LAST, Entry, count_states, entry_table, find_entry, numbered,
+from credit_rl.studies.papers import (ABSENT, ENTRIES, LAST, Entry, count_states, entry_table, find_entry, numbered,
                               paper_numbers, paper_sentences, papers_folder, report, reported_table)
 from credit_rl.parameters import by_group, from_settings, make_parser, read_settings
 from credit_rl.prepare import prepare
 from credit_rl.runlog import RunLog, read_metrics, read_turns
 from credit_rl.settings import GROUPS, make_config
 from credit_rl.setup import tiny_worlds
-from credit_rl.tables import DRAWINGS, draw_entry, entry_lines, gain_table, setting_gaps, settings_table, sort_folders
+from credit_rl.studies.tables import DRAWINGS, draw_entry, entry_lines, gain_table, setting_gaps, settings_table, sort_folders
 from credit_rl.tiny import NOISY_CODER, act_coder, memory_of, tiny_model, tiny_tokenizer
 from credit_rl.train import train
 from test_longform import by_numbers, gossip, settings_for
@@ -178,7 +178,7 @@ def test_what_the_papers_report_is_read():
 def test_where_the_papers_numbers_are_looked_for(root, tmp_path, monkeypatch):
     "Beside the package, and in the project of the current folder; else it is said where."
     assert papers_folder() == root / 'data' / 'papers'
-    monkeypatch.setattr('credit_rl.papers.files', lambda package: tmp_path / 'site-packages' / package)
+    monkeypatch.setattr('credit_rl.studies.papers.files', lambda package: tmp_path / 'site-packages' / package)
     monkeypatch.chdir(root / 'nbs' / 'papers')
     assert papers_folder() == root / 'data' / 'papers'
     monkeypatch.chdir(tmp_path)

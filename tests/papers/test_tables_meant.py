@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from credit_rl.methods import get_method
-from credit_rl.papers import ENTRIES, count_states, find_entry
+from credit_rl.studies.papers import ENTRIES, count_states, find_entry
 from credit_rl.parts import assign, bind
 from credit_rl.runlog import RunLog
 from credit_rl.step_metrics import credit_metrics
-from credit_rl.tables import draw_entry, score_table, setting_gaps
+from credit_rl.studies.tables import draw_entry, score_table, setting_gaps
 from credit_rl.trajectory import Group, example_group, to_json
 
 from made_runs import BIG, SEVEN, SMALL, answered, assessed, judged, made

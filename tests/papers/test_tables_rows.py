@@ -4,10 +4,10 @@ import json
 
 import pytest
 
-from credit_rl import papers
+from credit_rl.studies import papers
 from credit_rl.command import main
-from credit_rl.papers import find_entry
-from credit_rl.tables import (calibration_table, draw_entry, gain_table, process_table, score_table, time_table,
+from credit_rl.studies.papers import find_entry
+from credit_rl.studies.tables import (calibration_table, draw_entry, gain_table, process_table, score_table, time_table,
                               _folder_names, _run_names)
 from made_runs import BIG, SMALL, evaluated, made
 
@@ -67,7 +67,7 @@ def test_the_command_takes_folders_behind_only_and_works_outside_a_checkout(tmp_
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(papers, 'paper_numbers', papers.paper_numbers.__wrapped__)          # nothing is read already
     for module in ('papers', 'tables'):
-        monkeypatch.setattr(f'credit_rl.{module}.files', lambda package: tmp_path / 'site-packages' / package)
+        monkeypatch.setattr(f'credit_rl.studies.{module}.files', lambda package: tmp_path / 'site-packages' / package)
     main(['tables', 'tips', str(run)])
     said = capsys.readouterr().out
     assert 'these runs:' in said and "the papers' numbers lie in data/papers" in said

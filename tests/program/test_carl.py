@@ -7,6 +7,7 @@ import json
 import math
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -24,10 +25,10 @@ from credit_rl.protocol import PROTOCOLS, Chat, byte_tokenizer, prompt_hash
 from credit_rl.runlog import RunLog, latest_checkpoint, read_metrics, read_turns, same_metrics
 from credit_rl.tiny import tiny_model, tiny_tokenizer
 from credit_rl.tools import PythonTool, SearchTool
-from credit_rl import prepare as preparing, setup as staging, step_metrics, train as training
-from credit_rl import competence
-from credit_rl.when_to_ask import AskingChoice, form_auc, run_asking
-from credit_rl.competence import examine_run, examined
+from credit_rl import prepare as preparing, setup as staging, step_metrics, train as training, warmup as warming
+from credit_rl.studies import competence
+from credit_rl.studies.when_to_ask import AskingChoice, form_auc, run_asking
+from credit_rl.studies.competence import examine_run, examined
 from credit_rl.critics import at_states, expected_calibration_error, segment_starts
 from credit_rl.engine import ScriptedEngine
 from credit_rl.layout import pack, token_logps
@@ -683,6 +684,55 @@ def test_a_killed_warm_up_resumes_with_the_numbers_of_a_whole_one(model, scripte
     assert drop(parts) == drop(whole)
     for a, b in zip(load_model(whole / 'critic')[0].parameters(), load_model(parts / 'critic')[0].parameters()):
         assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize('how', ['asked to end', 'killed'])
+def test_a_warm_up_that_ends_between_examinations_goes_on_to_the_same_numbers(model, scripted, tmp_path, monkeypatch, how):
+    "It kept nothing between two examinations, and SIGTERM ended it at once."
+    settings = {**WARM, 'model': model, 'warm_steps': 6, 'warm_least': 6, 'warm_every': 5, 'must_pass': False}
+    whole = prepare({**settings, 'run': str(tmp_path / 'whole')}, say=lambda line: None)
+    (tmp_path / 'parts').mkdir()
+    for rollouts in whole.glob('rollouts-*'): shutil.copy(rollouts, tmp_path / 'parts')
+    teach, steps = warming._teach, []
+    def third(*args):
+        steps.append(teach(*args))
+        if len(steps) == 3:
+            if how == 'killed': raise Killed
+            os.kill(os.getpid(), signal.SIGTERM)
+        return steps[-1]
+    parts = {**settings, 'run': str(tmp_path / 'parts'), **({'save_every': 1e-9} if how == 'killed' else {})}
+    with monkeypatch.context() as patch:
+        patch.setattr(warming, '_teach', third)
+        with pytest.raises(Killed if how == 'killed' else SystemExit) as ended: prepare(parts, say=lambda line: None)
+    assert how == 'killed' or ended.value.code == 128 + signal.SIGTERM
+    assert latest_checkpoint(tmp_path / 'parts')[0] == (2 if how == 'killed' else 3)
+    prepare({**parts, 'resume': True}, say=lambda line: None)
+    assert same_metrics(whole, tmp_path / 'parts') == []
+    one, other = (json.loads((folder / 'summary.json').read_text()) for folder in (whole, tmp_path / 'parts'))
+    assert one == other
+    for a, b in zip(load_model(whole / 'critic')[0].parameters(), load_model(tmp_path / 'parts' / 'critic')[0].parameters()):
+        assert torch.equal(a, b)
+
+
+def test_what_a_warm_up_played_is_not_played_again(model, scripted, tmp_path, monkeypatch):
+    "A kill threw away all that was played of a set of questions, hours of a large model."
+    settings = {**WARM, 'model': model, 'warm_steps': 2, 'warm_least': 2, 'warm_every': 2, 'must_pass': False}
+    whole = prepare({**settings, 'run': str(tmp_path / 'whole')}, say=lambda line: None)
+    play, calls = warming.rollout, []
+    def fourth(*args):
+        calls.append(args)
+        if len(calls) == 4: raise Killed
+        return play(*args)
+    monkeypatch.setattr(warming, 'rollout', fourth)
+    parts = {**settings, 'run': str(tmp_path / 'parts')}
+    with pytest.raises(Killed): prepare(parts, say=lambda line: None)
+    assert len(list((tmp_path / 'parts' / 'played').rglob('*.json.gz'))) == 3
+    prepare({**parts, 'resume': True}, say=lambda line: None)
+    monkeypatch.setattr(warming, 'rollout', lambda *args: pytest.fail('it was played before'))
+    for part in ('train', 'dev'):
+        a, b = (read_collected(folder / f'rollouts-{part}.jsonl.gz') for folder in (whole, tmp_path / 'parts'))
+        assert a.groups == b.groups and a.prompts == b.prompts and torch.equal(a.buckets, b.buckets)
+    assert same_metrics(whole, tmp_path / 'parts') == [] and not (tmp_path / 'parts' / 'played').exists()
 
 
 @pytest.mark.long

@@ -30,8 +30,8 @@ def finished(tmp_path_factory):
     return cwd, cwd / 'runs' / 'short', notebook
 
 
-SMALL = dict(model=str(ROOT / 'data' / 'tiny_base'), data='tiny', corpus=None, protocol='tiny', questions=40,
-             dev_questions=8, test_questions=8, questions_per_step=8, group_size=2, minibatches=2, steps=2,
+SMALL = dict(model=str(ROOT / 'data' / 'tiny_base'), data='tiny', corpus=None, patience={}, protocol='tiny',
+             questions=40, dev_questions=8, test_questions=8, questions_per_step=8, group_size=2, minibatches=2, steps=2,
              eval_every=1, turn_tokens=24, prompt_tokens=64, response_tokens=128, max_tokens=192, row_tokens=4096,
              passages=1, passage_tokens=30, engine='hf', vllm={}, ranks=2)
 CODE = dict(model=str(ROOT / 'data' / 'tiny_carl'), protocol='carl-tiny', context_tokens=24, turn_tokens=48,

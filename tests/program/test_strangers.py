@@ -104,7 +104,7 @@ def test_a_model_of_programs_is_refused_without_asking(model, mark, file, monkey
 
 def test_no_module_trusts_the_code_of_a_model():
     "Each loader of transformers that could run a model's own code is told not to, or is for a kind without code."
-    for path in (ROOT / 'credit_rl').glob('*.py'):
+    for path in (ROOT / 'credit_rl').rglob('*.py'):
         source = path.read_text(encoding='utf-8')
         assert 'trust_remote_code=True' not in source, path.name
         for after in re.split(r'\bAuto\w+\.from_pretrained\(', source)[1:]:
@@ -115,7 +115,7 @@ def test_no_module_trusts_the_code_of_a_model():
 
 def test_no_module_reads_weights_but_as_data():
     "Each torch.load stands in a block of only_data's."
-    for path in (ROOT / 'credit_rl').glob('*.py'):
+    for path in (ROOT / 'credit_rl').rglob('*.py'):
         tree = ast.parse(path.read_text(encoding='utf-8'))
         blocks = [n for n in ast.walk(tree) if isinstance(n, ast.With)
                   and any('only_data' in ast.unparse(item.context_expr) for item in n.items)]

@@ -6,26 +6,20 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
-from credit_rl.launch import (expect_file, is_rank, join_ranks, keep_traceback, launch, launch_command, meet,
-                              rank_environment, speak)
+from credit_rl.launch import is_rank, join_ranks, keep_traceback, launch, launch_command, rank_environment, speak
 
 if __name__ == '__main__':
     folder, endpoint, what, *data = sys.argv[1:]
     result = Path(folder) / 'summary.json'
     if not is_rank():
-        with meet(2, endpoint, {'what': what}) as meeting:
-            print(f'this is {meeting.call(meeting.number)}', flush=True)
-            if meeting.number == 0:
-                Path(folder).mkdir(exist_ok=True)
-                (Path(folder) / 'launch.yaml').write_text('{}')
-            launch(launch_command('tests.tools.hosts', sys.argv[1:], 2, meeting=meeting), folder, result,
-                   meeting=meeting, environment=rank_environment(2, hosts=2, endpoint=endpoint))
+        where = (2, None, 2, endpoint)
+        launch(launch_command('tests.tools.hosts', sys.argv[1:], *where, folder), folder, result, hosts=2,
+               environment=rank_environment(*where))
         print('all is well', flush=True)
     else:
-        expect_file(Path(folder) / 'launch.yaml')
         with keep_traceback(folder, int(os.environ['RANK'])):
-            ranks = join_ranks(2, SimpleNamespace(run=folder, path=data[0] if data else None))
-            if ranks.first: speak('all are here')
+            ranks = join_ranks(2, SimpleNamespace(run=folder, path=data[0] if data else None, what=what))
+            speak(f'rank {ranks.rank} is here')
             if what == 'wait': time.sleep(600)
             if what == 'fail' and ranks.rank == 1: raise ZeroDivisionError('division by zero')
             ranks.wait()

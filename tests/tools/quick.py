@@ -25,12 +25,12 @@ TOUR = 'tour'                  # the notebook that newcomers run first: it stand
 @functools.cache
 def imports(path):
     "Modules of this package, and files of tests/, that a file imports anywhere: set of names."
-    found = set()
+    found, own = set(), lambda module: module.removeprefix('credit_rl.').removeprefix('studies.')
     for n in ast.walk(ast.parse(path.read_text(encoding='utf-8'))):
-        if isinstance(n, ast.Import): found |= {a.name.removeprefix('credit_rl.') for a in n.names}
+        if isinstance(n, ast.Import): found |= {own(a.name) for a in n.names}
         elif isinstance(n, ast.ImportFrom):
-            here = n.module in (None, 'credit_rl')                          # from . import x; from credit_rl import x
-            found |= {a.name for a in n.names} if here else {n.module.removeprefix('credit_rl.')}
+            here = n.module in (None, 'credit_rl', 'credit_rl.studies')                          # from . import x; from credit_rl import x
+            found |= {a.name for a in n.names} if here else {own(n.module)}
     return found
 
 
@@ -48,14 +48,14 @@ def names_of(paths):
         if path.parts[0] == 'nbs' and path.suffix == '.ipynb':
             if path.stem == 'index': modules.add('index')
             else: (runs if number >= '90' else modules).add(name)
-        elif path.parent == Path('credit_rl') and path.suffix == '.py' and path.stem[0] != '_': modules.add(path.stem)
+        elif path.parts[0] == 'credit_rl' and path.suffix == '.py' and path.stem[0] != '_': modules.add(path.stem)
         elif path.parts[0] == 'tests' and path.suffix == '.py': tests.add(path.stem)
     return modules, tests, runs
 
 
 def chosen(modules, tests):
     "The notebooks to run and the test files, in order."
-    code = {p.stem: imports(p) for p in (ROOT / 'credit_rl').glob('*.py')}
+    code = {p.stem: imports(p) for p in (ROOT / 'credit_rl').rglob('*.py')}
     books = sorted(notebooks_in(ROOT / 'nbs'), key=lambda p: p.stem)
     library = [p for p in books if not '90' <= p.stem < 'a']
     name = lambda p: p.stem.partition('_')[2] or p.stem                     # index.ipynb has no number
