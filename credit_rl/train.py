@@ -32,7 +32,7 @@ from .parts import (Asks, Measured, assign, at, begin, every_turn, move, service
 from .world import get_regime
 from .protocol import prompt_hash
 from .rollout import continuations, rollout
-from .runlog import (RunLog, BoundedGzip, lasting, latest_checkpoint, code_hashes, named_checkpoint,
+from .runlog import (RunLog, BoundedGzip, atomic_write, lasting, latest_checkpoint, code_hashes, named_checkpoint,
                               read_json, read_params, save_checkpoint)
 from .scoring import GOLDS_OPTION, answer_header, gold_templates, gold_texts, retell, teacher_chat
 from .search_service import SearchClient

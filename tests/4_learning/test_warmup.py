@@ -8,13 +8,15 @@ from hypothesis import given, settings, strategies as st
 from sklearn.metrics import accuracy_score, explained_variance_score, roc_auc_score
 
 from credit_rl.engine import SamplingParams, ScriptedEngine
-from credit_rl.protocol import PROTOCOLS, Chat
+from credit_rl.protocol import PROTOCOLS, Chat, byte_tokenizer
 from credit_rl.readers import Passage
+from credit_rl.rollout import Environment
 from credit_rl.tiny import NOISY_CODER, act_coder, memory_of, tiny_environment, tiny_tokenizer
-from credit_rl.trajectory import Question, Stop, Trajectory, Turn
+from credit_rl.tools import PythonTool
+from credit_rl.trajectory import Group, Question, Stop, Trajectory, Turn
 from credit_rl import warmup
 from credit_rl.warmup import (choose_questions, cluster_questions, collect, CollectionPlan, draw_evenly, GATE, gate,
-                              GateFailed, GateReport, gold_shown, Missing, Pairs, Sampler, searching, warm_up, WarmUp)
+                              GateFailed, GateReport, gold_shown, Missing, Pairs, prompted, Sampler, searching, warm_up, WarmUp)
 from credit_rl.world import Competence, make_world
 
 
@@ -166,6 +168,35 @@ def test_a_tier_that_is_taken_whole_is_said(per_tier, said):
     assert lines[-1].startswith('told to call, it does in 100% of rollouts of Tier 1 and 100% of rollouts of Tier 2; ')
     assert [line[:len(said or '')] for line in lines[1:-1]] == ([said] if said else []) and len(data.questions) == sum(
         min(11, n) for n in CollectionPlan(per_tier=per_tier).wanted)
+
+
+class Told:
+    "A sampler that notes under which prompt which questions are played; the questions named `known` are answered right."
+    def __init__(self): self.asked = {}
+
+    def play(self, env, questions, times, *seed):
+        if seed[0] == 'collect': self.asked[env.chat.protocol.name] = {q.id for q in questions}
+        answer = lambda q: q.answers[0] if q.id.startswith('known') else 'no'
+        turn = Turn('commit', (1,), (0.,), (), 'x', '')
+        return [Group(q, [Trajectory(q, (1,), [turn], Stop.ANSWER, answer(q))] * times) for q in questions]
+
+
+@pytest.mark.parametrize('by', ['paper', 'all'])
+def test_prompts_go_by_tier_and_by_set_as_in_appendix_c(by):
+    """The optional prompt for what is known alone, the multi-hop one for questions of several hops alone; by default all
+    under all. Sets with nothing to search are told of no search."""
+    questions = [Question(f'{tier} {hops}', f'{tier} of {hops}?', ('7',), 'a', {'hops': hops})
+                 for tier in ('known', 'unknown') for hops in (1, 2)]
+    env, told = Environment(Chat(PROTOCOLS['carl'], byte_tokenizer()), PythonTool(None)), Told()
+    collect(told, env, questions, CollectionPlan(per_tier=2, clusters=1, prompts_by=by, prompts=[
+        'direct', 'forced', 'optional', 'multi-hop']))
+    every = {q.id for q in questions}
+    paper = {'carl': {'known 1', 'known 2'}, 'carl-multi-hop': {'known 2', 'unknown 2'}}
+    assert told.asked == {'carl-direct': every, 'carl-forced': every, 'carl': every, 'carl-multi-hop': every} | (
+        paper if by == 'paper' else {})
+    said = [prompted(env, mode).chat.protocol.system for mode in ('forced', 'optional', 'multi-hop')]
+    assert not any('search' in text for text in said) and len(set(said)) == 3
+    assert all('search(query)' in PROTOCOLS[name].system for name in ('carl-forced', 'carl', 'carl-multi-hop'))
 
 
 def test_a_base_that_does_not_call_when_told_to_is_noticed():

