@@ -177,7 +177,7 @@ def training_curves(folder):  # of a run, finished or not
     holds no metrics."""
     import matplotlib.pyplot as plt, seaborn as sns
     params, table, steps, summary = _read_run(folder)
-    panels = _panels(table, params.get('chosen_by'))
+    panels = _panels(table, params.get('checkpoints.chosen_by'))
     if not panels:
         raise ValueError(f'{folder} has logged none of the metrics that are drawn here; it has '
                          f'{", ".join(table) or "no line yet"}')

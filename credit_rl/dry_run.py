@@ -23,7 +23,7 @@ def complaints(
     return []
 
 # %% ../nbs/machinery/59_dry_run.ipynb #d5909
-def _ranks_here(host): return ranks_here(host.ranks, host.hostfile, host.hosts)
+def _ranks_here(host): return ranks_here(host.ranks, host.hosts.file, host.hosts.count)
 
 def rank_tflops(
     host,             # Host
@@ -46,7 +46,7 @@ def is_large(model):
     return model != 'tiny' and read_sizes(model).parameters > 2e7
 
 def no_gpu(
-    host,   # Host: ranks, hostfile, tflops
+    host,   # Host: ranks, hosts, tflops
     model,  # folder or name
 ):
     "What to say where ranks, or a model that is no toy, would find no GPU: list of str."

@@ -39,14 +39,12 @@ class SamplingParams:
 class Decoding(SettingsGroup):
     "How tokens are drawn."
     temperature: float = setting(1.0, 'of the samples')
-    top_p: float = setting(1.0, 'of the samples; training takes 1')
-    top_k: int = setting(0, 'of the samples; training takes 0')
     turn_tokens: int = setting(512, 'most tokens the model writes in a turn', least=1)
 
     @property
     def sampling(self):
         "How a turn is sampled: `SamplingParams`. Raises ValueError."
-        return SamplingParams(self.temperature, self.top_p, self.top_k, max_tokens=self.turn_tokens)
+        return SamplingParams(self.temperature, max_tokens=self.turn_tokens)
 
 # %% ../nbs/3_acting/20_engine.ipynb #c005
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from .layout import hidden_states, pack
 from .metrics import benchmark_metric, carl_match, cover_match, empty_golds, exact_match, f1, gold_note, score_answer
 from .models import (Policy, json_hash, load_model, load_tokenizer, local_folder, model_hashes, read_template,
                               tokenizer_hash)
-from .options import SettingsGroup, nearest, setting
+from .options import SettingsGroup, dotted, flat, flat_options, nearest, setting
 from .parameters import by_group, error_line, from_settings, make_parser, read_settings
 from .prompting import BASELINES
 from .protocol import PROTOCOLS, prompt_hash, worded
@@ -130,6 +130,8 @@ class EvaluationChoice(SettingsGroup):
     on_error: str = setting('raise', "malformed rows: 'raise', or 'skip' and count them")
     baseline: str = setting(None, "a prompting baseline instead of a protocol: a row of 17_prompting, such as 'rag'")
     greedy: bool = setting(True, 'the most probable token; False: sampled')
+    top_p: float = setting(1.0, 'of the samples')
+    top_k: int = setting(0, 'of the samples')
     metric: str = setting('em', 'what sets whose answers are words are reported by: IGPO has f1, CARL its own EM',
                           choices=tuple(_SCORES))
     gaps: bool = setting(False, 'write how close the two best next tokens came, at the closest, in each row; greedy '
@@ -145,7 +147,7 @@ class Evaluation(RunFolder, Processes, EngineChoice, Decoding, Conversation, Pol
     run: str = setting('runs/evaluate', 'folder of the evaluation')
 
     @property
-    def sampling(self): return dataclasses.replace(super().sampling, greedy=self.greedy)
+    def sampling(self): return dataclasses.replace(super().sampling, top_p=self.top_p, top_k=self.top_k, greedy=self.greedy)
 
 # %% ../nbs/3_acting/27_evaluate.ipynb #c023
 def set_names(data):
@@ -184,7 +186,7 @@ def check_evaluation(settings):  # Evaluation
     if s.vllm and s.engine != 'vllm':
         raise ValueError(f"vllm holds settings of engine='vllm', but engine is {s.engine!r}")
     if s.engine == 'vllm': check_vllm_settings(_vllm(s), s.sampling, s.max_tokens)
-    check_hosts(s.ranks, s.hostfile, s.hosts, s.endpoint)
+    check_hosts(s.ranks, s.hosts.file, s.hosts.count, s.hosts.endpoint)
     check_threads(s.threads)
     read_template(s.template)
     for name in set_names(s.data):
@@ -439,7 +441,7 @@ def _plan_evaluation(
     _refuse_long(name, questions, env)
     bench = get_benchmark(name)
     manifest = {
-        'settings': {**vars(s), 'data': bench.file or name},
+        'settings': {**flat(s), 'data': bench.file or name},
         'questions': rows,
         'metric': {'name': _metric_of(name, s.metric), 'rel_tol': bench.rel_tol},
         'corpus': corpus,
@@ -567,7 +569,8 @@ def read_manifest(folder):  # of one set in a run's folder
     if not path.is_file():
         raise FileNotFoundError(f'{folder} holds no manifest.json; wanted the folder of a data set in the run of an '
                                 'evaluation')
-    return _read_part(path)
+    about = _read_part(path)
+    return about | {'settings': dotted(about['settings'], flat_options(Evaluation))}
 
 def _was_begun(folder, plan):
     "Tell whether a folder has rows of a set already. Raises ValueError if they are of other inputs."
@@ -774,11 +777,11 @@ def replay_evaluation(
     say, players, out = say or (lambda line: print(line, flush=True)), {}, {}
     for place in _set_folders(folder):
         before, rows = read_manifest(place), read_turns(place)
-        s = from_settings(Evaluation, {**before['settings'], 'hostfile': None, 'hosts': 1, **(changes or {})})
+        s = from_settings(Evaluation, {**before['settings'], 'hosts.file': None, 'hosts.count': 1, **dotted(changes or {}, flat_options(Evaluation))})
         check_evaluation(s)
         set_torch(s.threads, s.tf32)
         other = ('data', 'path', 'corpus', 'split', 'questions', 'run')
-        key = json.dumps({k: v for k, v in vars(s).items() if k not in other})
+        key = json.dumps({k: v for k, v in flat(s).items() if k not in other})
         player = players[key] = players.get(key) or _LazyModel(s, engine)
         plan = _plan_evaluation(s, set_names(before['settings']['data'])[0], player)
         inputs = manifest_differences(before, plan.manifest, ignore=()) + _question_differences(rows, plan.questions)

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['LAUNCHER', 'Ranks', 'is_rank', 'join_ranks', 'check_alike', 'expect_file', 'keep_traceback', 'failure',
            'check_threads', 'check_hosts', 'ranks_here', 'rank_environment', 'missing_for_hosts', 'launch_command',
-           'Processes', 'set_torch', 'LaunchError', 'speak', 'Progress', 'told_to_end', 'launch', 'on_ranks',
+           'Hosts', 'Processes', 'set_torch', 'LaunchError', 'speak', 'Progress', 'told_to_end', 'launch', 'on_ranks',
            'let_threads_sleep']
 
 # %% ../nbs/machinery/03_launch.ipynb #c002
@@ -14,7 +14,7 @@ import threading, time, traceback
 from dataclasses import dataclass
 from pathlib import Path
 import yaml
-from .options import SettingsGroup, setting
+from .options import SettingsGroup, flat, setting
 from .runlog import CALLER, atomic_write, check_free, is_alive, is_here, latest_checkpoint, read_json, read_text
 
 # %% ../nbs/machinery/03_launch.ipynb #c005
@@ -111,7 +111,7 @@ def join_ranks(
     ranks = Ranks(rank, count)
     if settings:
         _beat(Path(settings.run)/_BEATS/f'rank-{rank}')
-        check_alike(ranks, settings.run, vars(settings))
+        check_alike(ranks, settings.run, flat(settings))
     return ranks
 
 def _leave_ranks():
@@ -416,15 +416,19 @@ def _free_port():
 
 # %% ../nbs/machinery/03_launch.ipynb #v0301
 @dataclass(frozen=True)
+class Hosts(SettingsGroup):
+    "Several hosts."
+    count: int = setting(1, 'hosts, each of which is given this same command and starts its share of the ranks', least=1)
+    endpoint: str = setting(None, "where these meet, as 'node0:29500': one of them, and a free port there")
+    file: str = setting(None, "in their place, several hosts whose ranks DeepSpeed starts by pdsh from this one: a file "
+                              "with a line 'name slots=8' for each; None: all ranks on this host")
+
+@dataclass(frozen=True)
 class Processes(SettingsGroup):
     "In how many processes, and on which hosts."
     ranks: int = setting(1, 'processes, of all hosts together, each with a GPU where there are some; one is this '
                             'process itself', least=1)
-    hostfile: str = setting(None, "several hosts, a line 'name slots=8' for each, whose ranks DeepSpeed starts by pdsh "
-                                  'from this one; None: all ranks on this host')
-    hosts: int = setting(1, 'several hosts, each of which is given this same command and starts its share of the ranks',
-                         least=1)
-    endpoint: str = setting(None, "where these meet, as 'node0:29500': one of them, and a free port there")
+    hosts: Hosts = setting(Hosts(), 'several hosts')
     threads: int = setting(None, 'of PyTorch on a CPU; None: its own choice', least=1)
     tf32: bool = setting(None, 'whether a GPU may multiply float32 matrices in TF32, eleven significant bits of each '
                                "factor, which is several times as fast; None: PyTorch's own choice")
@@ -687,7 +691,7 @@ def _follow(command, file, say, over, grace, environment, hosts, saves=None):
 # %% ../nbs/machinery/03_launch.ipynb #st032
 def on_ranks(
     module,         # that each rank runs, with the settings as its --params
-    settings,       # of the run: run, ranks, hostfile, hosts, endpoint and what the module takes; a dataclass
+    settings,       # of the run: run, ranks, hosts and what the module takes; a dataclass
     say,            # function called with lines of text
     work,           # function of Ranks: the run, or a rank's part of it
     hold,           # function of the settings → Hold of the run's folder, for a `with` block; refuses a folder that cannot be used
@@ -700,7 +704,7 @@ def on_ranks(
         with keep_traceback(settings.run, int(os.environ['RANK'])): return work(join_ranks(settings.ranks, settings))
     if settings.ranks == 1 or over: return work(Ranks())
     folder, reached, failed = Path(settings.run), None, 0
-    if settings.hosts > 1: check_free(folder)
+    if settings.hosts.count > 1: check_free(folder)
     while True:
         try:
             _start(module, settings, say, hold, saves)
@@ -715,20 +719,20 @@ def on_ranks(
 def _start(module, s, say, hold, saves):
     "Start the ranks of a run on this host and wait for its summary. Raises LaunchError."
     import torch
-    folder, where = Path(s.run), (s.ranks, s.hostfile, s.hosts, s.endpoint)
-    file = folder/('launch.yaml' if s.hosts == 1 else f'launch-{socket.gethostname()}-{os.getpid()}.yaml')
+    folder, count, where = Path(s.run), s.hosts.count, (s.ranks, s.hosts.file, s.hosts.count, s.hosts.endpoint)
+    file = folder/('launch.yaml' if count == 1 else f'launch-{socket.gethostname()}-{os.getpid()}.yaml')
     command = launch_command(module, ['--params', str(file)], *where, s.run, saves)
-    say(f'{s.ranks} ranks{" of all hosts" * (s.hosts > 1)}: ' + ' '.join(['python', *command[1:]]))
-    with hold(s) if s.hosts == 1 else contextlib.nullcontext() as held:
+    say(f'{s.ranks} ranks{" of all hosts" * (count > 1)}: ' + ' '.join(['python', *command[1:]]))
+    with hold(s) if count == 1 else contextlib.nullcontext() as held:
         folder.mkdir(parents=True, exist_ok=True)
-        text = yaml.safe_dump(json.loads(json.dumps(vars(s))), sort_keys=False, allow_unicode=True)
+        text = yaml.safe_dump(json.loads(json.dumps(flat(s))), sort_keys=False, allow_unicode=True)
         atomic_write(file, lambda part: part.write_text(text, encoding='utf-8'))
-        if s.hostfile: held.close()                          # the first rank may be on another host, and holds it
+        if s.hosts.file: held.close()                          # the first rank may be on another host, and holds it
         elif held: held.share()
-        try: launch(command, folder, folder/'summary.json', say, hosts=s.hosts, saves=saves,
+        try: launch(command, folder, folder/'summary.json', say, hosts=count, saves=saves,
                     environment=rank_environment(*where, torch.cuda.is_available()))
         finally:
-            if s.hosts > 1: file.unlink(missing_ok=True)
+            if count > 1: file.unlink(missing_ok=True)
 
 # %% ../nbs/machinery/03_launch.ipynb #om032
 def let_threads_sleep():

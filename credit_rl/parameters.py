@@ -13,7 +13,7 @@ from importlib.metadata import distributions
 from pathlib import Path
 import yaml
 from .launch import expect_file
-from .options import nearest, options_in, plain
+from .options import MOVED, Option, dotted, flat_options, nearest, options_in, plain
 from .runlog import load_yaml, read_text
 
 # %% ../nbs/machinery/06_parameters.ipynb #c005
@@ -21,18 +21,23 @@ def from_settings(
     kind,   # a dataclass of settings; a field without an `Option` is checked against its annotation
     given,  # dict name -> value
 ):
-    """An instance of `kind` from a dict. Raises ValueError on an unknown name, naming the nearest, and on a value that
-    is not allowed."""
-    options = options_in(kind)
-    for name in given:
+    """An instance of `kind` from a dict, see `dotted`. Raises ValueError on an unknown name, naming the nearest, and on
+    a value that is not allowed."""
+    whole, options, read = options_in(kind), flat_options(kind), {}
+    given = {n: _written(whole[n], value) if n in whole else value for n, value in given.items()}
+    for name, value in dotted(given, options).items():
         if name not in options: raise ValueError(f'there is no setting {name!r}{nearest(name, options)}')
-    return kind(**{name: options[name].read(name, _written(options[name], value)) for name, value in given.items()})
+        group, dot, own = name.partition('.')
+        value = options[name].read(name, _written(options[name], value))
+        if dot: read.setdefault(group, {})[own] = value
+        else: read[name] = value
+    return kind(**read)
 
 def _written(option, value):
     """The value that a text means where a dict or a list is wanted: '{alpha: 0.5}', as papermill's -p hands it over, or
     'tspo,grpo', without the brackets. A day that YAML has read is the text that was written. Raises ValueError."""
     if option.kind is str and type(value) is datetime.date: return value.isoformat()
-    if not isinstance(value, str) or option.kind not in (dict, list): return value
+    if not (isinstance(value, str) and (option.kind in (dict, list) or dataclasses.is_dataclass(option.kind))): return value
     try:
         found = load_yaml(value, typed=True)
         alone = option.kind is list and not isinstance(found, list)
@@ -101,10 +106,10 @@ def by_group(
     "The settings of groups under their headings, the first line of each docstring: dict heading -> name -> Option."
     found = {}
     for group in groups:
-        options, joined = options_in(group), [b for b in reversed(group.__bases__) if dataclasses.is_dataclass(b)]
+        options, own, joined = options_in(group), flat_options(group), [b for b in reversed(group.__bases__) if dataclasses.is_dataclass(b)]
         whole = joined[1:] and set(options) == {name for base in joined for name in options_in(base)}
-        parts = by_group(*joined) if whole else {group.__doc__.strip().splitlines()[0].rstrip('.'): options}
-        found |= {head: {prefix + name: options[name] for name in names} for head, names in parts.items()}
+        parts = by_group(*joined) if whole else {group.__doc__.strip().splitlines()[0].rstrip('.'): own}
+        found |= {head: {prefix + name: own[name] for name in names} for head, names in parts.items()}
     return found
 
 def settings_help(groups):  # dict heading -> name -> Option, see by_group
@@ -190,7 +195,9 @@ def read_settings(
     if groups: parser.epilog = settings_help(groups).replace('%', '%%')
     known = {name: option for options in (groups or {}).values() for name, option in options.items()}
     parser.names = known
-    given = parser.parse_intermixed_args(one_dialect(sys.argv[1:] if arguments is None else arguments, known, parser))
+    spelt = {n: known[now] for n, now in MOVED.items() if now in known}
+    spelt |= {n.partition('.')[0]: Option({}) for n in known if '.' in n} | known
+    given = parser.parse_intermixed_args(one_dialect(sys.argv[1:] if arguments is None else arguments, spelt, parser))
     for text in given.settings:
         if '=' not in text: parser.error(f'settings are written name=value, got {text!r}')
     if given.params: given.params = _params_file(os.path.expanduser(given.params))
@@ -198,7 +205,7 @@ def read_settings(
         settings = (load_yaml(read_text(given.params), given.params) if given.params else None) or {}
         if not isinstance(settings, dict):
             raise ValueError(f'{given.params}: wanted lines such as "steps: 70", got {settings!r:.60}')
-        over = {name: _typed(known.get(name), value) for name, value in (text.split('=', 1) for text in given.settings)}
+        over = {name: _typed(spelt.get(name), value) for name, value in (text.split('=', 1) for text in given.settings)}
     except yaml.YAMLError as e: raise ValueError(' '.join(str(e).split())) from e
     return _nested(settings, over, known), given
 
@@ -222,8 +229,8 @@ def _params_file(path):
 
 def _nested(settings, over, known):
     "Settings with others put over them, those of one key of a dict into that dict: dict."
-    settings = dict(settings)
-    for name, value in over.items():
+    settings = dotted(settings, known)
+    for name, value in dotted(over, known).items():
         whole, dot, key = name.partition('.')
         inside = dot and name not in known and whole in known and isinstance(known[whole].default, dict)
         settings |= {whole: {**(settings.get(whole) or {}), key: value}} if inside else {name: value}

@@ -22,7 +22,7 @@ from .learner import BadStep, FrozenModels, only_data
 from .losses import kl
 from .methods import get_method
 from .models import find_model, load_model
-from .options import options_in, setting
+from .options import flat, options_in, setting
 from .outcome import outcome_rewards
 from .parameters import (by_group, error_line, from_settings, make_parser, notebook_settings,
                                   read_settings)
@@ -227,7 +227,7 @@ def prepare(
         if c.model != 'tiny': find_model(c.model)
         for line in [*_forecast(c), *no_gpu(c, c.model)] if is_large(c.model) else (): say(line)
     return on_ranks('credit_rl.prepare', c, say, lambda ranks: _prepare(c, say, ranks),
-                    lambda s: held(s, (*MAY_CHANGE, 'warm_steps')), over, c.restarts)
+                    lambda s: held(s, (*MAY_CHANGE, 'warm_steps')), over, c.checkpoints.restarts)
 
 # %% ../nbs/5_run/65_prepare.ipynb #c019
 def _prepare(c, say, ranks):
@@ -247,7 +247,7 @@ def _warmed(c, log, ranks, say):
     real = None if c.data == 'tiny' else (real_questions(c, c.seed), real_search(c, c.protocol))
     for line in tree_notes(c.tree, 'a warm-up reads its states as rows of their own'): say(line)
     with log.beginning():
-        log.write_params(vars(c), (*MAY_CHANGE, 'warm_steps'))
+        log.write_params(flat(c), (*MAY_CHANGE, 'warm_steps'))
         origin = origin_of(c)
         stage = ranks.in_turn(lambda: make_setup(c, origin, say, real))
         metric = bound_method(c, stage.chat).metric
@@ -288,13 +288,13 @@ def _warming_learner(c, origin, model):
     """How a run's critic is taught, the learner that teaches it, and how many checkpoints are kept: (WarmUp, Learner,
     int)."""
     how = WarmUp(0 if c.collected == 'cold' else c.warm_steps, c.warm_least, c.warm_every, c.warm_batch, c.head_rate,
-                 c.backbone_rate, c.warm_rise, c.clip, c.row_tokens, c.must_pass, c.seed, c.on_bad_step)
+                 c.backbone_rate, c.warm_rise, c.clip, c.row_tokens, c.must_pass, c.seed, c.stop.bad_step)
     critic = start_critic({**get_method(c.method).critic, 'kind': 'shared', 'mix': 1.}, model, c.seed)
     if c.gradient_checkpointing: model.gradient_checkpointing_enable({'use_reentrant': False})
     frozen = FrozenModels(load_model(origin.base, origin.dtype)[0], offload=tuple(c.offload))
     backend = None if c.learner == 'plain' else DeepSpeedBackend(c.stage, origin.dtype, c.deepspeed)
     teacher = critic_learner(model, critic.head, how, frozen, c.temperature, backend, critic.at)
-    return how, teacher, c.keep
+    return how, teacher, c.checkpoints.keep
 
 def _teach(teaching, data, exam, log, ranks, say):
     "Teach a critic on what was collected, from the last checkpoint on: the learner, and its examinations."

@@ -17,7 +17,7 @@ import itertools, json, logging, math, numbers, os, re, shutil, socket, sys, tim
 from dataclasses import dataclass
 from pathlib import Path
 import yaml
-from .options import SettingsGroup, setting
+from .options import SettingsGroup, dotted, setting
 
 # %% ../nbs/machinery/02_runlog.ipynb #v0201
 @dataclass(frozen=True)
@@ -127,6 +127,8 @@ def _is_ours(text, path):
     notebook = json.loads(text)
     given = notebook.get('metadata', {}).get('papermill', {}).get('parameters', {})
     hosts, endpoint = (given.get(name, _parameter(notebook, name)) for name in ('hosts', 'endpoint'))
+    if isinstance(hosts, str): hosts = yaml.safe_load(hosts)
+    if isinstance(hosts, dict): hosts, endpoint = hosts.get('count'), hosts.get('endpoint')
     if not (isinstance(hosts, int) and hosts > 1 and isinstance(endpoint, str)): return True    # or it is refused
     if path not in _LOCKS:
         _LOCKS[path] = None
@@ -820,7 +822,7 @@ def _params_at(path):
     "Parameters of a run: dict. Raises ValueError where they are damaged."
     try: found = read_yaml(path)
     except ValueError as e: raise ValueError(f'{e}: restore it, or choose another name for the run') from None
-    if isinstance(found, dict): return found
+    if isinstance(found, dict): return dotted(found)
     raise ValueError(f'{path} holds no parameters: restore it, or choose another name for the run')
 
 _MOVES = ('base_url', 'key_from', 'concurrency', 'retries', 'timeout', 'deadline')

@@ -452,7 +452,7 @@ def make_learner(
     loss = c.loss_of(method)
     # models that are only read wait there, until the policy is spread and has left room for them
     aside = 'cpu' if c.learner == 'deepspeed' else None
-    reference = origin.load_base(aside) if c.log_kl or loss.kl else None
+    reference = origin.load_base(aside) if c.log.kl or loss.kl else None
     warmed = c.critic_from and read_warmed(c.critic_from)
     critic = start_critic(c.critic_of(method), model, c.seed, warmed, origin.dtype)
     teacher = _load_teacher(c.teacher, origin, aside) if method.needs.teacher else None
@@ -503,7 +503,7 @@ def plan_of(
     critic, every = c.critic_of(method).get('kind'), c.teacher_period(method, c.steps)
     copies, frozen = every not in (None, 1), critic == 'frozen'
     alone = bool(method.needs.teacher) and teacher != 'self' and not (teacher == 'base' and adapted)
-    held = {'reference': bool(c.log_kl or c.loss_of(method).kl) and not adapted,
+    held = {'reference': bool(c.log.kl or c.loss_of(method).kl) and not adapted,
             'teacher': copies or alone}
     vllm, apart = c.engine == 'vllm', c.own_process and c.vllm.get('transfer') in (None, 'file')
     acts = not c.vllm.get('devices') if vllm else bool(c.ahead)      # with a copy of its own, on this device
@@ -513,7 +513,7 @@ def plan_of(
         c.stage if c.learner == 'deepspeed' else None, c.ranks, 4 if c.dtype == 'float32' else 2,
         critic == 'own', sum(held.values()) + frozen, sum(held[n] for n in c.offload), c.row_tokens,
         c.gradient_checkpointing, 'offload_optimizer' in c.deepspeed.get('zero_optimization', {}),
-        bool(c.tflops) or torch.cuda.is_available(), ranks_here(c.ranks, c.hostfile, c.hosts),
+        bool(c.tflops) or torch.cuda.is_available(), ranks_here(c.ranks, c.hosts.file, c.hosts.count),
         played * c.max_tokens, _lora_share(c.model, c.lora),
         copies=acts, sleeps=bool(c.vllm.get('sleep_level')), copied=copies + frozen,
         renewed=every not in (None, 0, 1), by_file=vllm and apart and not c.lora,
@@ -605,10 +605,10 @@ def _grace_lines(c, plan, sizes, load, tflops):
     "What is lost where several ranks that are told to end have no time to finish a step and save it: list of str."
     step = sum(step_seconds(sizes, plan, likely_load(load, kept_lengths(c.run)), tflops).values())
     needs = int(step + memory(sizes, plan)['checkpoint'] / 2e9) + 1
-    if plan.ranks == 1 or needs <= c.grace: return []
-    return [f'told to end, ranks have grace={c.grace} s, but a step and its save are likely to take {needs}: the '
-            'step that is under way is lost then, and what came since the last checkpoint (save_every, eval_every); '
-            f'grace={needs} covers it, if the scheduler waits as long']
+    if plan.ranks == 1 or needs <= (grace := c.checkpoints.grace): return []
+    return [f'told to end, ranks have checkpoints.grace={grace} s, but a step and its save are likely to take {needs}: the '
+            'step that is under way is lost then, and what came since the last checkpoint (checkpoints.minutes, eval_every); '
+            f'checkpoints.grace={needs} covers it, if the scheduler waits as long']
 
 def foretell(
     c,        # Config
@@ -652,7 +652,7 @@ def examine(
     # vLLM wants a host that this need not be
     wrong = complaints(lambda: check_engine(c))
     wrong += complaints(lambda: check_ahead(c))
-    wrong += complaints(lambda: check_folder(run)) + missing_for_hosts(c.hostfile, c.hosts, c.endpoint)
+    wrong += complaints(lambda: check_folder(run)) + missing_for_hosts(c.hosts.file, c.hosts.count, c.hosts.endpoint)
     lacks, real = ([], None) if c.data == 'tiny' else _missing_data(c, say)
     absent = [] if model == 'tiny' else complaints(lambda: find_model(model))
     if not (lacks or absent):
@@ -660,7 +660,7 @@ def examine(
     wrong += lacks + absent
     if model != 'tiny' and (not absent or model in KNOWN_SIZES):
         for line in examiner.forecast(c): say(line)
-        wrong += missing_room(run, c.keep, c, examiner.weigh(c))
+        wrong += missing_room(run, c.checkpoints.keep, c, examiner.weigh(c))
         notes = no_gpu(c, model)
         if not Path(model).exists(): notes.append(f'{model} is a name on the hub: its weights were not looked at')
         for line in notes: say(line)

@@ -20,7 +20,7 @@ from .launch import Progress, set_torch, told_to_end
 from .layout import pack
 from .learner import BadStep, Learner, Optimiser
 from .models import load_tokenizer, tokenizer_hash, write_model
-from .options import SettingsGroup, nearest, options_in, setting
+from .options import SettingsGroup, flat, nearest, options_in, setting
 from .outcome import outcome_rewards
 from .parameters import by_group, error_line, from_settings, make_parser, read_settings
 from .parts import Credit, Loss
@@ -179,7 +179,7 @@ def rejection_sft(
     if c.resume and (Path(c.run)/'summary.json').exists(): return _finished(c, how, say)
     set_torch(c.threads, c.tf32)
     with told_to_end(c.run) as asked, RunLog(c.run, c.resume) as log, log.beginning():
-        log.write_params({**vars(c), 'method': 'sft', 'sft': dataclasses.asdict(how)}, MAY_CHANGE)
+        log.write_params({**flat(c), 'method': 'sft', 'sft': dataclasses.asdict(how)}, MAY_CHANGE)
         stage = make_setup(c, origin_of(c), say)
         for line in _unheeded(c): say(line)
         engine = HFEngine(stage.model, stage.chat.tokenizer, max_length=c.max_tokens)
@@ -203,8 +203,8 @@ def rejection_sft(
         if c.gradient_checkpointing: stage.model.gradient_checkpointing_enable({'use_reentrant': False})
         with _keeping_bad(log, stage.chat.tokenizer):
             history = fine_tune(
-                stage.model, kept, how, c.row_tokens, c.seed, say, c.on_bad_step,
-                _Keeper(log.folder, memory, kept, 60 * c.save_every or math.inf, asked, say))
+                stage.model, kept, how, c.row_tokens, c.seed, say, c.stop.bad_step,
+                _Keeper(log.folder, memory, kept, 60 * c.checkpoints.minutes or math.inf, asked, say))
         final, tested = test()
         if c.lora: merge_lora(stage.model)
         with atomic_folder(log.folder/'model') as part:
@@ -311,7 +311,7 @@ def write_demos(
     write_message(asked_protocol(c.protocol), '')                  # refuses a protocol without demonstrations
     if c.resume and (Path(c.run)/'summary.json').exists(): return _finished(c, how, say, 'demos')
     with RunLog(c.run, c.resume) as log, log.beginning():
-        log.write_params({**vars(c), 'method': 'demos', 'demos': dataclasses.asdict(how)}, MAY_CHANGE)
+        log.write_params({**flat(c), 'method': 'demos', 'demos': dataclasses.asdict(how)}, MAY_CHANGE)
         tokenizer, parts = load_tokenizer(c.model), real_questions(c, c.seed)
         env = make_environment(tokenizer, real_search(c, c.protocol), c)
         shown = Progress(say, 'demonstrations played', how.attempts * sum(map(len, parts.values())))

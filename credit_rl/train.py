@@ -25,6 +25,7 @@ from .learner import BadStep, Learner, teach_critic
 from .dry_run import is_large, no_gpu
 from .estimate import kept_lengths
 from .models import find_model
+from .options import flat
 from .outcome import outcome_rewards
 from .parameters import by_group, error_line, make_parser, read_settings
 from .parts import Golds, Measured, Needs, assign, every_turn, start_values, to_tokens
@@ -79,7 +80,7 @@ def train_step(
         run.learner.tick(step)
     with run.log.timed('load'): hand_over(run.learner, run.engine, c.engine, c.lora, run.ranks)
     run.memory['method'] = method.move(run.memory['method'], batch)
-    keep_rollouts(run.log, step, batch, c.log_rollouts, c.log_steps, run.setup.chat)
+    keep_rollouts(run.log, step, batch, c.log.rollouts, c.log.steps, run.setup.chat)
     if look.left_out: metrics['golds_left_out'] = look.left_out
     return {**metrics, **sampler, 'read_tokens': look.tokens, **update}
 
@@ -102,8 +103,8 @@ class Run:
     def __post_init__(self):
         c, from_warmup = self.config, self.config.critic_from
         self.actor = Actor(self.engine, self.setup, c.sampling, c.questions_per_step, c.group_size, c.seed, self.ranks,
-                           self.log, self.say, bool(c.ahead), c.draw_version)
-        self.gap = c.gap if c.engine != 'hf' or c.ahead else None      # None: the learner's own model acts, in step
+                           self.log, self.say, bool(c.ahead))
+        self.gap = c.stop.gap if c.engine != 'hf' or c.ahead else None      # None: the learner's own model acts, in step
         self.method = bound_method(c, self.setup.chat, self.learner.loss, self.setup.environments['train'].max_turns)
         self.metric = get_regime(c.regime).metric if c.regime else self.method.metric
         # a teacher that has words of its own is told what was said
@@ -117,7 +118,7 @@ class Run:
         self.dev_tiers = known_tiers(from_warmup, 'dev') or taught['dev']
         count = c.critic_replay
         self.replay = Replay(*forced_rollouts(from_warmup), count, self.metric, c.seed) if count else None
-        self.answers = _AnswerCheck(c.unanswered, self.method.services, self.say)
+        self.answers = _AnswerCheck(c.stop.unanswered, self.method.services, self.say)
         start = {'best': -1., 'best_step': 0, 'rates': [], 'base': None, 'method': self.method.begin()}
         self.memory = start | self.memory
 
@@ -154,7 +155,7 @@ class Run:
                 if self.ranks.first: write_memory(folder, self.memory, self.ahead)
         with self.log.timed('checkpoint'):
             if self.ranks.first:
-                save_checkpoint(self.log.folder, step, write, self.config.keep, name, self.learner.lighten)
+                save_checkpoint(self.log.folder, step, write, self.config.checkpoints.keep, name, self.learner.lighten)
             else: write(None)
 
     def wake(self):
@@ -192,7 +193,7 @@ class _AnswerCheck:
                 f'{asked.get("judge_cut", 0)} cut off at max_tokens')
         self.say(' · '.join([line, *(s.last_error for s in self.services if lost and s.last_error)]))
         if self.in_row < 5: return False
-        raise ConnectionError(f'{line}, the fifth step in a row of which more than unanswered={self.most:g} is '
+        raise ConnectionError(f'{line}, the fifth step in a row of which more than stop.unanswered={self.most:g} is '
                               'missing. The run ends here, and goes on by the same command with resume=True when the '
                               'judge answers')
 
@@ -218,7 +219,6 @@ class Actor:
     log: object               # its clock
     say: object = print       # function called with lines of text
     ahead: bool = False       # whether a step is played while the one before is learned from
-    draw_version: int = 2
 
     def round(self, step, again=0):
         """A round of a step: its questions, and how a rank plays its share of them, function of a list that gives a
@@ -229,8 +229,7 @@ class Actor:
             shown = Progress(self.say, f'step {step}: rollouts played', len(share) * size)
             return rollout(self.engine, self.setup.environments['train'], share, size, self.sampling,
                            seed_of(self.seed, step, *extra), lambda ended: (off(), shown(ended)), each)
-        drawn = draw_questions(self.setup.questions['train'], self.questions_per_step, step, seed)
-        return drawn if self.draw_version == 1 else _each_once(drawn), play
+        return _each_once(draw_questions(self.setup.questions['train'], self.questions_per_step, step, seed)), play
 
     def evaluate(self, part):
         "Play the 'dev' or 'test' questions greedily: list of Group."
@@ -563,31 +562,22 @@ def read_memory(path):
     return memory, read_ahead(Path(path)/AHEAD_FILE)
 
 # %% ../nbs/5_run/63_train.ipynb #c072
-MAY_CHANGE = ('steps', 'resume', 'run', 'threads', 'eval_every', 'keep', 'track', 'measure', 'hostfile', 'hosts',
-              'endpoint', 'ranks', 'act_rows', 'tflops', 'dry_run', 'offload', 'on_bad_step', 'log_steps',
-              'patience', 'healthy', 'save_every', 'restarts', 'grace')  # resumed
-
-def _knows_draw_version(folder):
-    "Whether a run's stored parameters, if there are any, say which version of its draws it has."
-    return not (Path(folder)/'params.yaml').exists() or 'draw_version' in read_params(folder)
-
-def _as_begun(config):
-    "A `Config`, or where a run is resumed that was begun without the setting `draw_version`, one that draws as it did."
-    return dataclasses.replace(config, draw_version=1) if config.resume and not _knows_draw_version(config.run) else config
+MAY_CHANGE = ('steps', 'resume', 'run', 'threads', 'eval_every', 'track', 'measure', 'hosts.file', 'hosts.count',
+              'hosts.endpoint', 'ranks', 'act_rows', 'tflops', 'dry_run', 'offload', 'stop.bad_step', 'log.steps', 'patience',
+              'healthy', 'checkpoints.keep', 'checkpoints.minutes', 'checkpoints.restarts', 'checkpoints.grace')  # resumed
 
 def note_params(log, config, may_change=MAY_CHANGE):
     """Write a run's parameters, or compare them with those it was begun with; a setting that came into being since then
     may have its default. Raises ValueError naming what changed."""
     if (log.folder/'params.yaml').exists():
-        before, usual = read_params(log.folder), vars(type(config)())
-        may_change = (*may_change, 'draw_version' if 'draw_version' not in before else '', *(
-            name for name, value in vars(config).items() if name not in before and value == usual[name]))
-    log.write_params({k: list(v) if isinstance(v, tuple) else v for k, v in vars(config).items()}, may_change)
+        before, usual = read_params(log.folder), flat(type(config)())
+        may_change = (*may_change, *(n for n, value in flat(config).items() if n not in before and value == usual[n]))
+    log.write_params(flat(config), may_change)
 
 def check_same_params(config, may_change=MAY_CHANGE):
     """Refuse to show a finished run's results as those of other parameters; settings that it did not know yet don't
     count. Raises ValueError."""
-    before, now = read_params(config.run), json.loads(json.dumps(vars(config)))
+    before, now = read_params(config.run), json.loads(json.dumps(flat(config)))
     changed = [f'{k}: {before[k]!r} before, {now[k]!r} now' for k in before
                if k in now and k not in may_change and lasting(before[k]) != lasting(now[k])]
     if changed:
@@ -696,7 +686,7 @@ def _evaluate_dev(run, step, metrics):
     if run.gated:
         with run.log.timed('gate'): gate = _gate_metrics(run)
     run.log.metrics(step, **metrics, **dev_metrics(scores), **gate)
-    best = scores[run.config.chosen_by or ('right' if 'right' in scores else 'em')]
+    best = scores[run.config.checkpoints.chosen_by or ('right' if 'right' in scores else 'em')]
     better = best > run.memory['best']
     if better: run.memory |= {'best': best, 'best_step': step}
     run.checkpoint(step, 'best' if better else None)
@@ -751,12 +741,12 @@ def _steps(run, first, asked):
     """Take the steps from `first` on, until the run is over or has collapsed, or was `asked` to end: the signal's
     number then, 0 otherwise."""
     c, steps, since = run.config, run.config.steps, time.monotonic()
-    saved, every = since, 60 * c.save_every or math.inf
+    saved, every = since, 60 * c.checkpoints.minutes or math.inf
     for step in range(first, first if run.memory.get('collapsed') else steps + 1):
         due = step % c.eval_every == 0 or step == steps
-        with run.log.timed('step'): metrics = train_step(run, step, c.log_kl and due)
+        with run.log.timed('step'): metrics = train_step(run, step, c.log.kl and due)
         run.memory['rates'].append(metrics['answer_rate'])
-        run.memory['collapsed'] = collapsed(run.memory['rates'], c.collapse)
+        run.memory['collapsed'] = collapsed(run.memory['rates'], c.stop.collapse)
         dev = _evaluate_dev(run, step, metrics) if due else None
         if not due: run.log.metrics(step, **metrics)
         run.memory['idle'] = run.memory.get('idle', 0) + 1 if metrics['trained_tokens'] == 0 else 0
@@ -767,7 +757,7 @@ def _steps(run, first, asked):
             run.say(f'{step_line(step, steps, metrics, dev)}  {pace:.2f} s/step, {pace * (steps - step):.0f} s left')
         if step == first + 2 and is_large(c.model) and run.ranks.first: run.say(_foretold(run, pace))
         if run.memory['collapsed']:
-            run.say(f'stopped at step {step}: the answer rate of the last 5 steps fell below {c.collapse:.0%} of '
+            run.say(f'stopped at step {step}: the answer rate of the last 5 steps fell below {c.stop.collapse:.0%} of '
                     'its best; try a smaller learning rate, or a KL term')
             return 0
         ends = max(run.ranks.each(list(range(run.ranks.count)), lambda mine: [asked()] * len(mine)))
@@ -828,14 +818,15 @@ def train(
     are refused before any compute."""
     say = say or (speak if is_rank() else lambda line: print(line, flush=True))
     told = None if is_rank() else say
-    c = _as_begun(make_config(config, told) if isinstance(config, dict) else config)
+    c = make_config(config, told) if isinstance(config, dict) else config
     if c.dry_run: return examine(c, say)
     check(c)
     over = finished(c)
     if not (over or is_rank()):
         if c.model != 'tiny': find_model(c.model)
         for line in [*forecast(c), *no_gpu(c, c.model)] if is_large(c.model) else (): say(line)
-    return on_ranks('credit_rl.train', c, say, lambda ranks: _train(c, say, ranks), held, over, c.restarts, c.grace)
+    return on_ranks('credit_rl.train', c, say, lambda ranks: _train(c, say, ranks), held, over, c.checkpoints.restarts,
+                    c.checkpoints.grace)
 
 def _train(c, say, ranks):
     "The run, or this rank's part of it."

@@ -28,7 +28,7 @@ from ..export import read_policy
 from ..learner import saved_critic
 from ..methods import get_method
 from ..metrics import normalize
-from ..options import nearest, options_in
+from ..options import flat_options, nearest, options_in
 from ..outcome import outcome_rewards
 from ..prepare import is_warmup
 from ..protocol import PROTOCOLS, read_context
@@ -102,11 +102,11 @@ _LENGTHS = ('prompt_tokens', 'max_tokens')   # that questions of another set may
 def _config_of(run, host=None):  # host: dict of settings of Host, and lengths, that are other than the run's
     """The configuration of a run, as it is examined: on as many ranks as it had on a host. Raises ValueError on a
     setting of `host` that is not of the host."""
-    params, host, known = read_params(run), host or {}, (*options_in(Host), *_LENGTHS)
+    params, host, known = read_params(run), host or {}, (*flat_options(Host), *_LENGTHS)
     for name in host:
         if name not in known: raise ValueError(f'the host has no setting {name!r}{nearest(name, known)}')
-    alone = {'hostfile': None, 'hosts': 1, 'endpoint': None}
-    had = [params.get(name, default) for name, default in (('ranks', 1), ('hostfile', None), ('hosts', 1))]
+    alone = {'hosts.file': None, 'hosts.count': 1, 'hosts.endpoint': None}
+    had = [params.get(name, default) for name, default in (('ranks', 1), ('hosts.file', None), ('hosts.count', 1))]
     if 'ranks' not in host: alone['ranks'] = ranks_here(*had)
     if host.get('engine') == 'hf': alone['vllm'] = {}
     return make_config({**params, 'run': str(run), **alone, **host})

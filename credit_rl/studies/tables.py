@@ -34,7 +34,7 @@ from ..outcome import outcome_of
 from .papers import ENTRIES, find_entry, report
 from ..parameters import make_parser
 from ..prepare import calibration_pairs, is_warmup
-from ..options import options_in
+from ..options import flat_options
 from ..runlog import METRICS, is_stored, read_json, read_params, read_summary, read_turns, stored_folders
 from ..settings import Acting, Course, CriticChoice, Learning, Mismatch, Task, TeacherChoice
 from ..setup import base_folder
@@ -107,7 +107,7 @@ _APART = ('run', 'seed', 'resume', 'dry_run', 'path', 'row_tokens', 'method', 'o
 def _own_settings(params):
     "What a run's result depends on besides method, seed and host: dict name → text, of dicts `loss.entropy`."
     groups = Course, Task, Acting, Mismatch, Learning, CriticChoice, TeacherChoice
-    names = ['model', *(n for g in groups for n in options_in(g) if n not in _APART), 'measure']
+    names = ['model', *(n for g in groups for n in flat_options(g) if n not in _APART), 'measure', 'stop.bad_step', 'stop.unanswered', 'stop.gap']
     plain = {n: _setting_value(params, n) if n == 'critic_from' else params[n] for n in names if n in params}
     flat = {'model': plain['model']} if 'model' in plain else {}
     flat |= {f'options.{k}': v for k, v in _run_options(params).items()}

@@ -15,7 +15,7 @@ from ..critics import CompetenceHead, LinearHead, auc
 from ..engine import seed_of
 from ..evaluate import bootstrap_interval
 from ..models import load_model
-from ..options import setting
+from ..options import dotted, flat, flat_options, setting
 from ..outcome import outcome_rewards
 from ..parameters import (by_group, each_world, error_line, fill_names, from_settings, make_parser,
                                   read_settings)
@@ -172,7 +172,7 @@ class AskingChoice(RolloutSize, TierChoice):
 # %% ../../nbs/experiments/68_when_to_ask.ipynb #q034x3
 def _asked_of(settings, how):  # dict of a whole configuration, AskingChoice
     "What an answer depends on: dict of JSON values."
-    names = {f.name for part in (Task, Acting) for f in dataclasses.fields(part)}
+    names = {*flat_options(Task), *flat_options(Acting)}
     names |= {'seed', 'method', 'options', 'model', 'critic_from'}
     return plain_json({**{k: v for k, v in settings.items() if k in names}, **vars(how)})
 
@@ -213,7 +213,7 @@ def run_asking(
         write_json(folder/'asking.json', plain_json({
             'says': said, 'asking': asking.to_dict('index'), 'form': form, 'questions': len(questions),
             'attempts': how.attempts, 'bias': None if bias is None else bias.reset_index().to_dict('records'),
-            'settings': _asked_of(vars(config), how)}))
+            'settings': _asked_of(flat(config), how)}))
     return said, asking, bias, form
 
 # %% ../../nbs/experiments/68_when_to_ask.ipynb #135bb1a6
@@ -236,9 +236,9 @@ def _ask(settings, how):  # dict, AskingChoice
     "Find out, or read what was found before, and print it. Raises ValueError where that was by other settings."
     config = make_config(settings, print)
     if (path := Path(config.run)/'asking.json').exists():
-        found, now = read_json(path), _asked_of(vars(config), how)
-        changed = [f'{k}: {found["settings"].get(k)!r} before, {v!r} now' for k, v in now.items()
-                   if found['settings'].get(k) != v]
+        found, now = read_json(path), _asked_of(flat(config), how)
+        before = dotted(found['settings'])
+        changed = [f'{k}: {before.get(k)!r} before, {v!r} now' for k, v in now.items() if before.get(k) != v]
         if changed: raise ValueError(f'{path} was found by other settings ({"; ".join(changed)}): give the same, or '
                                      'another run=')
         return print(f'{config.run}: {found["says"]} (found before; remove the folder to ask again)')

@@ -7,7 +7,7 @@ import pytest
 
 from credit_rl import settings
 from credit_rl.evaluate import Evaluation
-from credit_rl.options import SettingsGroup, options_in, setting
+from credit_rl.options import MOVED, SettingsGroup, flat_options, options_in, setting
 from credit_rl.parameters import by_group, from_settings, make_parser, notebook_settings, read_settings
 from credit_rl.prepare import Warming
 from credit_rl.settings import Config, make_config
@@ -16,9 +16,10 @@ from credit_rl.settings import Config, make_config
 @pytest.mark.parametrize('whole', [Config, Warming, Evaluation])
 def test_every_field_stands_in_the_source_of_a_class(whole):
     "No class is generated: its source can be shown, and each field is a line of one of them."
-    sources = [inspect.getsource(group) for group in whole.__mro__ if issubclass(group, SettingsGroup)]
-    for name in options_in(whole):
-        assert any(f'    {name}: ' in source for source in sources), name
+    sources = [inspect.getsource(group) for group in [*whole.__mro__, *(o.kind for o in options_in(whole).values())]
+               if isinstance(group, type) and issubclass(group, SettingsGroup)]
+    for name in flat_options(whole):
+        assert any(f'    {name.rpartition(".")[2]}: ' in source for source in sources), name
     assert whole.__dataclass_params__.frozen and not whole.__module__.startswith('types')
 
 
@@ -45,3 +46,17 @@ def test_a_config_is_each_of_its_groups():
     assert all(isinstance(config, group) for group in Config.__bases__)
     assert (config.max_tokens, config.optimiser.minibatches) == (128, 3) and config.sampling.max_tokens == 24
     assert dataclasses.replace(config, max_tokens=None).max_tokens == 128
+
+
+def test_a_name_of_before_is_read_as_the_setting_of_today():
+    "Every one of them leads to a setting, in a dict, on a command line, and over what a file says."
+    options = flat_options(Warming) | flat_options(Evaluation)
+    assert set(MOVED.values()) <= set(options)
+    old = {'log_kl': False, 'hosts': 2, 'ranks': 2, 'endpoint': 'node0:1'}
+    new = {'log': {'kl': False}, 'hosts': {'count': 2, 'endpoint': 'node0:1'}, 'ranks': 2}
+    assert make_config(old) == make_config(new) == make_config({**new, **old}) != Config()
+    typed, _ = read_settings(make_parser('run', 'Run.'), ['log_kl=false', '--hosts.count', '2', '-p', 'endpoint', 'node0:1', 'ranks=2'],
+                             by_group(Config))
+    assert make_config(typed) == make_config(old)
+    with pytest.raises(ValueError, match='twice'): make_config({**new, 'log_kl': True})
+    with pytest.raises(ValueError, match='log.kl'): make_config({'log': {'lk': True}})

@@ -424,7 +424,7 @@ REFUSED = {
     'no turns': (dict(max_turns=0), 'max_turns must be at least 1, got 0'),
     'no steps to speak of': (dict(steps=-1), 'steps must be at least 0, got -1'),
     'no mini-batch': (dict(minibatches=0), 'minibatches must be at least 1, got 0'),
-    'cut-off sampling': (dict(top_p=0.9), 'training takes top_p=1'),
+    'cut-off sampling': (dict(top_p=0.9), 'top_p is 1 in every run'),
     'frozen sampling': (dict(temperature=0.0), 'temperature must be above 0'),
     'unknown average': (dict(average='mean'), "average must be one of token-mean, .*, got 'mean'"),
     'unknown measurement': (dict(measure=['beliefs']), r"measure takes belief and entropy, got \['beliefs'\]"),
