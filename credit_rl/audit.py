@@ -432,8 +432,8 @@ def _judged_run(
     critic = 'own' if get_method(name).critic else None
     # terms of a loss beside the advantages get a rate that is too small to move a weight
     still = dataclasses.replace(config, method=name, options=config.options if name == config.method else {},
-                                learning_rate=1e-12, critic=critic, critic_rate=config.critic_rate or 2e-3,
-                                critic_backbone_rate=5e-4, log={'kl': False}, steps=max(1, teach), ahead=0)
+                                learning_rate=1e-12, log={'kl': False}, steps=max(1, teach), ahead=0, critic={
+                                    **vars(config.critic), 'kind': critic, 'rate': config.critic.rate or 2e-3, 'backbone_rate': 5e-4})
     engine = make_engine(still, origin.start, stage.model, stage.chat.tokenizer)
     run = Run(still, stage, engine, make_learner(still, origin, stage.model), SilentLog(config.run),
               say=lambda line: say(f'{name}, {line}'))

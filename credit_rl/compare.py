@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 from .diagnostics import method_colour, method_colours
 from .jobs import Job, last_words, run_jobs, status_table
+from .options import dotted, flat_options, grouped
 from .parameters import by_group, each_world, enter_project, fill_names, make_parser, read_settings
 from .significance import paired
 from .runlog import (METRICS, PACKED, atomic_write, changed_modules, check_secrets, code_hashes, has_metrics,
@@ -491,8 +492,8 @@ def replay(
     from credit_rl.train import train
     summary, params = read_summary(folder), read_params(folder)
     if summary is None: raise ValueError(f'{folder} has not finished; finish it before it is replayed')
-    if params['teacher'] == 'self' and params['teacher_every'] is None:            # two fifths of the run, not of this
-        params['teacher_every'] = max(1, round(.4 * params['steps']))
+    if params['teacher.model'] == 'self' and params['teacher.every'] is None:    # two fifths of the run, not of this
+        params['teacher.every'] = max(1, round(.4 * params['steps']))
     short = {'steps': steps, 'resume': False, 'track': '', 'threads': 1}
     if params['data'] == 'tiny': short['test_questions'] = 6      # elsewhere the other parts depend on their number
     with tempfile.TemporaryDirectory() as place:
@@ -587,7 +588,8 @@ def plan_jobs(
 ):
     """List the runs of a sweep, world by world and seed by seed: list of Job, each with all its settings, `{seed}` and
     `{world}` in them filled in. Raises ValueError on a method without settings and on a world that there is not."""
-    own_to_a_job = ('worlds', 'methods', 'method', 'seed', 'run', 'resume', 'healthy')
+    from credit_rl.prepare import Warming
+    own_to_a_job, known = ('worlds', 'methods', 'method', 'seed', 'run', 'resume', 'healthy'), flat_options(Warming)
     shared = {n: v for n, v in params.items() if n not in own_to_a_job}
     own = params.get('methods') or {}
     if missing := [m for m in own if not isinstance(own[m], dict)]:
@@ -596,7 +598,8 @@ def plan_jobs(
     for world, more in each_world(params, worlds).items():
         for s in dict.fromkeys(seeds):
             for m in dict.fromkeys(methods):
-                settings = fill_names({**shared, **more, **own.get(m, {})}, seed=s, world=world)
+                settings = fill_names({n: v for part in (shared, more, own.get(m, {})) for n, v in dotted(part, known).items()},
+                                      seed=s, world=world)
                 jobs.append(Job(m, s, Path(out)/world/f'{m}-{s}', settings))
     return jobs
 
@@ -610,7 +613,7 @@ def papermill_command(job, notebook, model=None):
     "The command that makes a job's run: papermill on `notebook` with the job's settings; `model` replaces theirs."
     given = {**_given(job), **({'model': str(model)} if model else {}), **({'resume': True} if job.begun else {})}
     return [sys.executable, '-m', 'papermill', str(notebook), str(job.folder/'notebook.ipynb'), '--no-progress-bar',
-            '--log-output', '-y', json.dumps(given)]
+            '--log-output', '-y', json.dumps(grouped(given))]
 
 # %% ../nbs/6_looking/74_compare.ipynb #c075
 def _check_made_with(jobs):  # list of Job
@@ -637,7 +640,7 @@ def _check_settings(jobs):  # list of Job
 # %% ../nbs/6_looking/74_compare.ipynb #c078
 def _wants_base(job):
     "Whether a job has a run to do whose settings name no model or critic to begin from."
-    return not (job.done or job.settings.get('model', 'tiny') != 'tiny' or job.settings.get('critic_from'))
+    return not (job.done or job.settings.get('model', 'tiny') != 'tiny' or job.settings.get('critic.warmed'))
 
 def _check_regimes(jobs):
     "Refuse jobs in a regime whose base was not made yet. Raises ValueError with the commands that make them."

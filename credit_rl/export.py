@@ -38,7 +38,7 @@ def read_policy(
         raise FileNotFoundError(f'{run} holds no params.yaml: wanted the folder of a training run')
     step, folder = _checkpoint(run, checkpoint)
     config = dataclasses.replace(make_config(read_params(run)), run=str(run))
-    model, tokenizer = load_model(base_folder(config.model, run, config.critic_from), config.dtype, device)
+    model, tokenizer = load_model(base_folder(config.model, run, config.critic.warmed), config.dtype, device)
     if config.lora: add_lora(model, config.lora, config.seed)
     model.load_state_dict(saved_policy(folder))
     if config.lora: merge_lora(model)

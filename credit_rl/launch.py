@@ -159,7 +159,7 @@ def _end_with_parent():
     threading.Thread(target=watch, daemon=True).start()
 
 # %% ../nbs/machinery/03_launch.ipynb #h0302
-_FILES = ('path', 'corpus', 'model', 'teacher', 'critic_from', 'template', 'system_prompt', 'user_prompt',
+_FILES = ('path', 'corpus', 'model', 'teacher.model', 'critic.warmed', 'template', 'system_prompt', 'user_prompt',
           'tool_prompt')   # settings that may name one
 
 def _named_files(settings):  # dict name → value

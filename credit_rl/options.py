@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['MOVED', 'GONE', 'Option', 'plain', 'number', 'nearest', 'read_options', 'setting', 'options_in', 'SettingsGroup',
-           'flat', 'flat_options', 'dotted']
+           'flat', 'flat_options', 'dotted', 'grouped']
 
 # %% ../nbs/machinery/01_options.ipynb #c002
 import dataclasses, difflib, numbers, os, re
@@ -157,6 +157,11 @@ MOVED = {                                       # name of before -> name of toda
     'keep': 'checkpoints.keep', 'save_every': 'checkpoints.minutes', 'chosen_by': 'checkpoints.chosen_by',
     'restarts': 'checkpoints.restarts', 'grace': 'checkpoints.grace',
     'log_rollouts': 'log.rollouts', 'log_steps': 'log.steps', 'log_kl': 'log.kl',
+    'critic': 'critic.kind', 'critic_step': 'critic.step', 'critic_rate': 'critic.rate', 'critic_clip': 'critic.clip',
+    'critic_backbone_rate': 'critic.backbone_rate', 'critic_mix': 'critic.mix', 'critic_from': 'critic.warmed',
+    'critic_replay': 'critic.replay', 'teacher': 'teacher.model', 'teacher_every': 'teacher.every',
+    'correction': 'correction.kind', 'limits': 'correction.limits', 'warmup': 'adamw.warmup', 'clip': 'adamw.clip',
+    'weight_decay': 'adamw.weight_decay', 'betas': 'adamw.betas',
     'collapse': 'stop.collapse', 'on_bad_step': 'stop.bad_step', 'unanswered': 'stop.unanswered', 'gap': 'stop.gap',
 }
 _CUT_OFF = 'with a cut-off distribution the sampled log-probabilities belong to another policy than the one that is trained'
@@ -182,4 +187,15 @@ def dotted(
         for k, v in parts.items():
             if k in out and out[k] != v: raise ValueError(f'{k} is given twice, {out[k]!r} and {v!r}; give one')
             out[k] = v
+    return out
+
+def grouped(
+    settings,  # dict name -> value, see `dotted`
+):
+    "Settings with those of each group in a dict of its own, as a file or a notebook's variables have them: dict."
+    out = {}
+    for name, value in settings.items():
+        group, dot, own = name.partition('.')
+        if dot: out.setdefault(group, {})[own] = value
+        else: out[name] = value
     return out

@@ -13,7 +13,7 @@ from importlib.metadata import distributions
 from pathlib import Path
 import yaml
 from .launch import expect_file
-from .options import MOVED, Option, dotted, flat_options, nearest, options_in, plain
+from .options import MOVED, Option, dotted, flat_options, grouped, nearest, options_in, plain
 from .runlog import load_yaml, read_text
 
 # %% ../nbs/machinery/06_parameters.ipynb #c005
@@ -27,11 +27,8 @@ def from_settings(
     given = {n: _written(whole[n], value) if n in whole else value for n, value in given.items()}
     for name, value in dotted(given, options).items():
         if name not in options: raise ValueError(f'there is no setting {name!r}{nearest(name, options)}')
-        group, dot, own = name.partition('.')
-        value = options[name].read(name, _written(options[name], value))
-        if dot: read.setdefault(group, {})[own] = value
-        else: read[name] = value
-    return kind(**read)
+        read[name] = options[name].read(name, _written(options[name], value))
+    return kind(**grouped(read))
 
 def _written(option, value):
     """The value that a text means where a dict or a list is wanted: '{alpha: 0.5}', as papermill's -p hands it over, or

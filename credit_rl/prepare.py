@@ -88,7 +88,7 @@ def check_warming(
         raise ImportError('a warm-up clusters its questions with scikit-learn: pip install credit_rl[run]')
     if not method.critic:
         raise ValueError(f'{c.method} has no critic to warm up; take carl, ppo, tips or another with one')
-    if c.critic_from: raise ValueError(f'critic_from={c.critic_from!r} is for the training that comes after a warm-up')
+    if c.critic.warmed: raise ValueError(f'critic.warmed={c.critic.warmed!r} is for the training that comes after a warm-up')
     known = [name.removesuffix('-forced') for name in PROTOCOLS if name.endswith('-forced')]
     if c.protocol not in known:
         raise ValueError(f"a warm-up plays CARL's prompts: protocol must be {' or '.join(map(repr, known))}, "
@@ -288,7 +288,7 @@ def _warming_learner(c, origin, model):
     """How a run's critic is taught, the learner that teaches it, and how many checkpoints are kept: (WarmUp, Learner,
     int)."""
     how = WarmUp(0 if c.collected == 'cold' else c.warm_steps, c.warm_least, c.warm_every, c.warm_batch, c.head_rate,
-                 c.backbone_rate, c.warm_rise, c.clip, c.row_tokens, c.must_pass, c.seed, c.stop.bad_step)
+                 c.backbone_rate, c.warm_rise, c.adamw.clip, c.row_tokens, c.must_pass, c.seed, c.stop.bad_step)
     critic = start_critic({**get_method(c.method).critic, 'kind': 'shared', 'mix': 1.}, model, c.seed)
     if c.gradient_checkpointing: model.gradient_checkpointing_enable({'use_reentrant': False})
     frozen = FrozenModels(load_model(origin.base, origin.dtype)[0], offload=tuple(c.offload))

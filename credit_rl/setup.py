@@ -435,9 +435,9 @@ def origin_of(
 ):
     """The `Origin` of a run. Where the policy shares its backbone with a warmed-up critic, it starts from the backbone
     that this one moved."""
-    base = base_folder(c.model, c.run, c.critic_from)
-    moved = c.critic_from and c.critic_of(get_method(c.method)).get('kind') == 'shared'
-    start = str(read_warmed(c.critic_from).folder) if moved else base
+    base = base_folder(c.model, c.run, c.critic.warmed)
+    moved = c.critic.warmed and c.critic.of(get_method(c.method)).get('kind') == 'shared'
+    start = str(read_warmed(c.critic.warmed).folder) if moved else base
     how = c.lora.get('init_lora_weights', True)           # other ways change the weights beside the additions
     return Origin(base, start, c.dtype, bool(c.lora) and how in (True, False, 'gaussian') and start == base)
 
@@ -453,10 +453,10 @@ def make_learner(
     # models that are only read wait there, until the policy is spread and has left room for them
     aside = 'cpu' if c.learner == 'deepspeed' else None
     reference = origin.load_base(aside) if c.log.kl or loss.kl else None
-    warmed = c.critic_from and read_warmed(c.critic_from)
-    critic = start_critic(c.critic_of(method), model, c.seed, warmed, origin.dtype)
-    teacher = _load_teacher(c.teacher, origin, aside) if method.needs.teacher else None
-    frozen = FrozenModels(reference, teacher, c.teacher_period(method, c.steps), tuple(c.offload))
+    warmed = c.critic.warmed and read_warmed(c.critic.warmed)
+    critic = start_critic(c.critic.of(method), model, c.seed, warmed, origin.dtype)
+    teacher = _load_teacher(c.teacher.model, origin, aside) if method.needs.teacher else None
+    frozen = FrozenModels(reference, teacher, c.teacher.period(method, c.steps), tuple(c.offload))
     if c.gradient_checkpointing:
         for m in (model, critic and critic.model):
             if m is not None: m.gradient_checkpointing_enable({'use_reentrant': False})
@@ -471,7 +471,7 @@ def _read_trees(*models):
 
 # %% ../nbs/5_run/62_setup.ipynb #sp622
 def start_critic(
-    how,              # arguments of `make_critic`, see `CriticChoice.critic_of`; {}: no critic
+    how,              # arguments of `make_critic`, see `CriticChoice.of`; {}: no critic
     model,            # Hugging Face model of the policy
     seed,             # of the run, from which the head is drawn
     warmed=None,      # what a warm-up taught it, see `read_warmed`
@@ -499,8 +499,8 @@ def plan_of(
 ):
     "What of a run's settings its memory and time depend on: `TrainingPlan`."
     method = get_method(c.method)
-    adapted, teacher = origin_of(c).adapted, c.teacher
-    critic, every = c.critic_of(method).get('kind'), c.teacher_period(method, c.steps)
+    adapted, teacher = origin_of(c).adapted, c.teacher.model
+    critic, every = c.critic.of(method).get('kind'), c.teacher.period(method, c.steps)
     copies, frozen = every not in (None, 1), critic == 'frozen'
     alone = bool(method.needs.teacher) and teacher != 'self' and not (teacher == 'base' and adapted)
     held = {'reference': bool(c.log.kl or c.loss_of(method).kl) and not adapted,
@@ -517,8 +517,8 @@ def plan_of(
         played * c.max_tokens, _lora_share(c.model, c.lora),
         copies=acts, sleeps=bool(c.vllm.get('sleep_level')), copied=copies + frozen,
         renewed=every not in (None, 0, 1), by_file=vllm and apart and not c.lora,
-        twice=critic == 'shared' and c.critic_step == 'apart' and c.critic_mix != 0,
-        both=bool(c.ahead) and acts, together=critic == 'own' and c.critic_step != 'apart',
+        twice=critic == 'shared' and c.critic.step == 'apart' and c.critic.mix != 0,
+        both=bool(c.ahead) and acts, together=critic == 'own' and c.critic.step != 'apart',
         **_forwards(c, c.loss_of(method)),
         branches=max(_answer_tokens(c, method.bind(c.options)).values(), default=0),
         prompts=0 if vllm else min(_READ_TOKENS, played * c.max_tokens),
@@ -573,9 +573,9 @@ def load_of(
     "What a step of a run computes, if every trajectory is as long as it may be: `Load`."
     method = get_method(c.method)
     loss, most = c.loss_of(method), c.max_tokens
-    reads = extra_passes(method, c.critic, bool(loss.kl),
+    reads = extra_passes(method, c.critic.kind, bool(loss.kl),
                          bool(c.recompute or c.engine == 'vllm' or c.ahead),
-                         c.teacher_period(method, c.steps) or 0,
+                         c.teacher.period(method, c.steps) or 0,
                          [name for name in c.measure if not (name == 'entropy' and loss.entropy)])
     golds = _answer_tokens(c, method.bind(c.options))
     behind = sum(golds.values()) * _rows_of_context(c) / most               # read behind what is read anyway

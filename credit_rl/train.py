@@ -70,7 +70,7 @@ def train_step(
         if not batch or batch.empty:
             run.learner.tick(step)                                  # a teacher's period is counted in steps
             return metrics | _NOTHING_LEARNED
-        credit, sampler = correct_credit(batch, run.gap, c.correction, c.limits)
+        credit, sampler = correct_credit(batch, run.gap, c.correction.kind, c.correction.limits)
         metrics |= credit_metrics(method, batch, run.learner.critic, run.segments)
         metrics['trained_tokens'] = c.epochs * credited_tokens(credit, batch.layout)
         if measure_kl: metrics |= kl_from_base(run.learner, batch.layout)
@@ -101,14 +101,14 @@ class Run:
     ahead: object = None                         # AheadBatch: rollouts of the next step, kept in checkpoints too
 
     def __post_init__(self):
-        c, from_warmup = self.config, self.config.critic_from
+        c, from_warmup = self.config, self.config.critic.warmed
         self.actor = Actor(self.engine, self.setup, c.sampling, c.questions_per_step, c.group_size, c.seed, self.ranks,
                            self.log, self.say, bool(c.ahead))
         self.gap = c.stop.gap if c.engine != 'hf' or c.ahead else None      # None: the learner's own model acts, in step
         self.method = bound_method(c, self.setup.chat, self.learner.loss, self.setup.environments['train'].max_turns)
         self.metric = get_regime(c.regime).metric if c.regime else self.method.metric
         # a teacher that has words of its own is told what was said
-        asked = c.teacher if self.method.needs.teacher else 'self'
+        asked = c.teacher.model if self.method.needs.teacher else 'self'
         self.teacher = teacher_chat(asked, self.setup.chat.tokenizer, self.setup.chat.protocol)
         self.prefix = len(self.setup.chat.encode(answer_header(self.setup.chat)))
         self.segments = bool(self.setup.chat.protocol.context_tag)
@@ -116,7 +116,7 @@ class Run:
         self.tiers = taught['train'] or known_tiers(from_warmup)
         # a gate is read again by the tiers that it was passed by
         self.dev_tiers = known_tiers(from_warmup, 'dev') or taught['dev']
-        count = c.critic_replay
+        count = c.critic.replay
         self.replay = Replay(*forced_rollouts(from_warmup), count, self.metric, c.seed) if count else None
         self.answers = _AnswerCheck(c.stop.unanswered, self.method.services, self.say)
         start = {'best': -1., 'best_step': 0, 'rates': [], 'base': None, 'method': self.method.begin()}
@@ -125,7 +125,7 @@ class Run:
     @property
     def gated(self):
         "Whether the critic had to pass a gate, or was warmed up for one."
-        return bool(self.segments and self.learner.critic and (self.method.learns_chance or self.config.critic_from))
+        return bool(self.segments and self.learner.critic and (self.method.learns_chance or self.config.critic.warmed))
 
     def look(self, step=0):
         "What answers the method's questions about a step's batch: `Look`."
@@ -633,11 +633,11 @@ def _check_teacher(c, method):
     "Refuse more steps where a teacher's period is a share of them. Raises ValueError."
     if not (c.resume and (Path(c.run)/'params.yaml').exists()): return
     begun = read_params(c.run).get('steps', c.steps)
-    before, now = (c.teacher_period(method, steps) for steps in (begun, c.steps))
+    before, now = (c.teacher.period(method, steps) for steps in (begun, c.steps))
     if before != now:
         raise ValueError(f'{c.run} was begun with steps={begun}, so its teacher is made anew every {before} '
                          f'steps; with steps={c.steps} it would be every {now}: give steps={begun}, or begin '
-                         f'another run with teacher_every={before}')
+                         f'another run with teacher.every={before}')
 
 def begin_run(
     c,              # Config

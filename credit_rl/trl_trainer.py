@@ -24,7 +24,7 @@ from .protocol import PROTOCOLS, last_answer
 from .rollout import rollout
 from .runlog import RunLog
 from .scoring import acting_states, answer_header, answer_logps, gold_templates
-from .settings import Config, make_config
+from .settings import Config, Correction, make_config
 from .setup import bound_method, draw_questions, make_setup, origin_of
 from .train import note_params
 from .trajectory import Group, Question, Result, Stop, Trajectory, Turn
@@ -511,8 +511,8 @@ def _trl_arguments(
         num_generations=c.group_size, num_iterations=c.epochs, per_device_train_batch_size=micro,
         gradient_accumulation_steps=rows // parts // micro, steps_per_generation=rows // micro,
         learning_rate=c.learning_rate, lr_scheduler_type='constant_with_warmup',
-        warmup_steps=c.warmup, weight_decay=c.weight_decay, adam_beta1=c.betas[0],
-        adam_beta2=c.betas[1], max_grad_norm=c.clip, gradient_checkpointing=False, bf16=False,
+        warmup_steps=c.adamw.warmup, weight_decay=c.adamw.weight_decay, adam_beta1=c.adamw.betas[0],
+        adam_beta2=c.adamw.betas[1], max_grad_norm=c.adamw.clip, gradient_checkpointing=False, bf16=False,
         shuffle_dataset=False, logging_strategy='no', save_strategy='no', report_to='none', disable_tqdm=True,
         use_cpu=not torch.cuda.is_available(), dataloader_pin_memory=torch.cuda.is_available())
 
@@ -539,7 +539,7 @@ def trl_run(
     config = make_config(config) if isinstance(config, dict) else config
     if config.dry_run: raise ValueError('training under TRL has no dry_run')
     usual = {'resume': False, 'lora': {}, 'engine': 'hf', 'learner': 'plain', 'ranks': 1, 'ahead': 0,
-             'correction': None}
+             'correction': Correction()}
     if given := [f'{n}={v!r}' for n, x in usual.items() if (v := getattr(config, n)) != x]:
         raise ValueError(f'training under TRL does not heed {", ".join(given)}: leave it out, or use credit_rl.train')
     method = get_method(config.method)

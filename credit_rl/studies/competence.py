@@ -568,7 +568,7 @@ def course_differences(
     `asking_differences` gives it, of the means over steps. Raises as that does."""
     table, runs = asking_course(folders), {}
     if table.empty: raise ValueError(f'no run of {folders} logged tool_rate_tier_1 and 2: a world with twins or '
-                                     'parametric questions does, or a run with critic_from')
+                                     'parametric questions does, or a run with critic.warmed')
     kept = table[table.step <= steps] if steps else table
     for (name, seed), of in kept.groupby(['method', 'seed'], sort=False):
         runs.setdefault(name, {})[seed] = {f'tool rate, {tier}': of[tier].mean() for tier in ('known', 'not known')}

@@ -34,9 +34,9 @@ from ..outcome import outcome_of
 from .papers import ENTRIES, find_entry, report
 from ..parameters import make_parser
 from ..prepare import calibration_pairs, is_warmup
-from ..options import flat_options
+from ..options import MOVED, dotted, flat_options
 from ..runlog import METRICS, is_stored, read_json, read_params, read_summary, read_turns, stored_folders
-from ..settings import Acting, Course, CriticChoice, Learning, Mismatch, Task, TeacherChoice
+from ..settings import Acting, Config, Course, Learning, Task
 from ..setup import base_folder
 from ..trajectory import Group, trajectory_from_json
 from ..step_metrics import known_tiers
@@ -94,9 +94,9 @@ def _setting_value(params, name):
     """A setting of a run, or an option of its method as `options.band`; of a model its last word; of the warm-up that a
     critic comes from how its rollouts were collected, 'cold' where there was none."""
     if name.startswith('options.'): return _run_options(params).get(name[8:])
-    value = params.get(name)
+    value = params.get(name := MOVED.get(name, name))
     if name == 'model': return Path(str(value)).name
-    if name != 'critic_from': return value
+    if name != 'critic.warmed': return value
     if value is None: return 'cold'
     return read_params(value).get('collected', 'curated') if is_stored(Path(value)/'params.yaml') else Path(value).name
 
@@ -106,9 +106,9 @@ _APART = ('run', 'seed', 'resume', 'dry_run', 'path', 'row_tokens', 'method', 'o
 
 def _own_settings(params):
     "What a run's result depends on besides method, seed and host: dict name → text, of dicts `loss.entropy`."
-    groups = Course, Task, Acting, Mismatch, Learning, CriticChoice, TeacherChoice
+    groups = Course, Task, Acting, Learning
     names = ['model', *(n for g in groups for n in flat_options(g) if n not in _APART), 'measure', 'stop.bad_step', 'stop.unanswered', 'stop.gap']
-    plain = {n: _setting_value(params, n) if n == 'critic_from' else params[n] for n in names if n in params}
+    plain = {n: _setting_value(params, n) if n == 'critic.warmed' else params[n] for n in names if n in params}
     flat = {'model': plain['model']} if 'model' in plain else {}
     flat |= {f'options.{k}': v for k, v in _run_options(params).items()}
     for n, value in plain.items():
@@ -647,7 +647,7 @@ def refresh_figure(
         values = _sets_of(folder, sets, 'em')
         if values is None or 'shaping' not in _part_names(p['method']): continue
         usual = max(1, round(.4 * p['steps']))
-        every = usual if p.get('teacher_every') is None else p['teacher_every'] or p['steps']
+        every = usual if p.get('teacher.every') is None else p['teacher.every'] or p['steps']
         ends.setdefault(_setting_value(p, 'model'), {}).setdefault(every, []).append(values['mean'])
     fig, axes = _panels(2 if ends else 1)
     colours = _colours(dict.fromkeys(table.method))
@@ -724,7 +724,7 @@ def _chosen(folders, right):
 def _tokenizer_of(run):
     "The tokenizer of a run's model; None where it is not here."
     params = read_params(run)
-    try: return load_tokenizer(base_folder(params['model'], run, params.get('critic_from')))
+    try: return load_tokenizer(base_folder(params['model'], run, params.get('critic.warmed')))
     except (OSError, ValueError, ImportError, KeyError): return None
 
 def _laid_out(pieces, width=110):  # list of (text, advantage or None)
@@ -1004,14 +1004,14 @@ def tier_figure(folders):  # as in sort_folders
     matplotlib figure."""
     tiers, found = {}, {}
     for run in _of_kind(folders):
-        if (source := read_params(run).get('critic_from')) and Path(source).exists(): tiers |= known_tiers(source)
+        if (source := read_params(run).get('critic.warmed')) and Path(source).exists(): tiers |= known_tiers(source)
     for name, t, row in _kept_rollouts(_of_kind(folders)):
         tier = _tier(t.question, tiers)
         if tier in (1, 2) and row.get('values') and row['step'] == 1:
             found.setdefault(name, {1: [], 2: []})[tier].append(row['values'][0])
     if not found:
         raise ValueError('no rollout of step 1 was kept with a value at a question whose tier is known: train with a '
-                         'critic, and with critic_from, the folder of a warm-up')
+                         'critic, and with critic.warmed, the folder of a warm-up')
     fig, axes = _panels(len(found))
     for ax, (name, values) in zip(axes, found.items()):
         for tier, colour, what in ((1, '#de8f05', 'not known without tools'), (2, '#0173b2', 'known without tools')):
@@ -1112,15 +1112,17 @@ def _paper_settings(file):  # name of a file of runs/params without its ending
     if (place := _settings_file(file)) is None:
         raise FileNotFoundError(f'runs/params/{file}.yaml is in no folder from {Path.cwd().name} upwards, nor beside '
                                 'the package: call this from inside the checkout')
-    text, out = place.read_text(encoding='utf-8'), {}
-    sources = dict(re.findall(r'^ *([\w.]+):(?: .*?)? # *(.*)$', text, re.M))
-    for name, value in yaml.safe_load(text).items():
-        if name == 'run': continue
-        if name == 'data' and file.startswith('eval_') and value in MIXTURES:     # of an evaluation the sets are known
-            value = ', '.join(sorted(MIXTURES[value].evaluate))
-        of = {f'{name}.{k}': (v, k) for k, v in value.items()} if name == 'options' else {name: (value, name)}
-        out |= {n: (v, sources.get(k, '')) for n, (v, k) in of.items()}
-    return out
+    text, sources, group = place.read_text(encoding='utf-8'), {}, ''
+    for space, name, value, source in re.findall(r'^( *)([\w.]+):( .*?)?(?: # *(.*))?$', text, re.M):
+        sources[f'{group}.{name}' if space else name] = source
+        if not space: group = name
+    found = yaml.safe_load(text)
+    if file.startswith('eval_') and found.get('data') in MIXTURES:                    # of an evaluation the sets are known
+        found['data'] = ', '.join(sorted(MIXTURES[found['data']].evaluate))
+    found = dotted({n: v for n, v in found.items() if n not in ('run', 'options')} |
+                   {f'options.{n}': v for n, v in found.get('options', {}).items()}, flat_options(Config))
+    sources = {MOVED.get(n, n): source for n, source in sources.items()}
+    return {n: (v, sources.get(n) or sources.get(n.partition('.')[0], '')) for n, v in found.items()}
 
 def _run_settings(folder):
     "Settings that a run of training or an evaluation was made with: dict, options as `options.band`."

@@ -173,7 +173,7 @@ class AskingChoice(RolloutSize, TierChoice):
 def _asked_of(settings, how):  # dict of a whole configuration, AskingChoice
     "What an answer depends on: dict of JSON values."
     names = {*flat_options(Task), *flat_options(Acting)}
-    names |= {'seed', 'method', 'options', 'model', 'critic_from'}
+    names |= {'seed', 'method', 'options', 'model', 'critic.warmed'}
     return plain_json({**{k: v for k, v in settings.items() if k in names}, **vars(how)})
 
 # %% ../../nbs/experiments/68_when_to_ask.ipynb #q034x5
@@ -208,7 +208,7 @@ def run_asking(
         say(f'{sum(known)} are known; {how.attempts} attempts each with the choice')
         groups = rollout(engine, env, questions, how.attempts, config.sampling, seed_of('asking', config.seed))
         asking, form = asking_values(groups, known, metric), form_auc(questions, known)
-        bias = _read_bias(*_critic_of(config.critic_from), groups, known, metric) if config.critic_from else None
+        bias = _read_bias(*_critic_of(config.critic.warmed), groups, known, metric) if config.critic.warmed else None
         said = asking_says(asking, bias, form)
         write_json(folder/'asking.json', plain_json({
             'says': said, 'asking': asking.to_dict('index'), 'form': form, 'questions': len(questions),
@@ -224,11 +224,12 @@ def asking_settings(
 ):
     "Settings of each question to be put, by world and seed: list of dict, each with a folder of its own."
     shared = {'run': 'runs/asking', **{k: v for k, v in settings.items() if k not in ('worlds', 'methods')}}
-    out = []
+    out, known = [], flat_options(Config)
     for world, more in each_world(settings, worlds).items():
         for seed in seeds or [shared.get('seed', 0)]:
             place = Path(shared['run'], world, str(seed) if seeds else '')
-            out.append(fill_names({**shared, **more, 'seed': seed, 'run': str(place)}, seed=seed, world=world))
+            out.append(fill_names({**dotted(shared, known), **dotted(more, known), 'seed': seed, 'run': str(place)}, seed=seed,
+                                  world=world))
     return out
 
 # %% ../../nbs/experiments/68_when_to_ask.ipynb #135bb1a6x1

@@ -357,7 +357,7 @@ def test_a_finished_run_is_not_shown_as_another(whole, idle, tmp_path):
     with pytest.raises(ValueError, match="'tspo'"):
         train({**SHORT, 'run': str(folder), 'resume': True, 'method': 'grpo'})
     params = yaml.safe_load((folder / 'params.yaml').read_text())
-    del params['collapse']                                             # as if an older version had made it
+    del params['stop.collapse']                                             # as if an older version had made it
     (folder / 'params.yaml').write_text(yaml.safe_dump(params))
     assert train({**SHORT, 'run': str(folder), 'resume': True}) == folder
 
@@ -563,7 +563,7 @@ def test_a_dry_run_says_where_there_is_no_gpu(tmp_path, gpus):
 
 def lacking(config, needs):
     "What this host lacks for a run: list of str."
-    return dry_run.missing_room(Path(config.run), config.keep, config, needs)
+    return dry_run.missing_room(Path(config.run), config.checkpoints.keep, config, needs)
 
 
 def test_a_dry_run_weighs_gpus_and_memory(tmp_path, gpus, monkeypatch):

@@ -231,7 +231,7 @@ def test_rules_that_are_asked_when_to_ask_differ_in_their_credit_alone(root, mon
     for job in plan_jobs(rules, [711], params, 'runs/nothing'):
         world, method = job.folder.parent.name, job.settings.get('method', job.method)
         config = make_config({**job.settings, 'method': method, 'seed': 711})
-        learns = (config.epochs, config.kl, config.loss, config.betas, config.steps, config.warmup > 0,
+        learns = (config.epochs, config.kl, config.loss, config.adamw.betas, config.steps, config.adamw.warmup > 0,
                   config.learning_rate, config.group_size)
         assert learns == (4, .001, {'entropy': .001}, [.9, .999], 40, True, params['learning_rate'], 5)
         shared = {k: v for k, v in config.world.items() if k not in ('nothing', 'sibling')}
@@ -239,12 +239,12 @@ def test_rules_that_are_asked_when_to_ask_differ_in_their_credit_alone(root, mon
         assert config.model == 'runs/asking_warm/bases/m25/711'
         assert math.isclose(config.world.get('nothing', 0) + config.world.get('sibling', 0), doses[world])
         warm = {'carl': 'curated', 'ppo': 'own'}.get(method)
-        assert config.critic_from == (warm and f'runs/asking_warm/{world}/{warm}-711')
+        assert config.critic.warmed == (warm and f'runs/asking_warm/{world}/{warm}-711')
         if warm:
-            assert (config.critic, config.critic_rate, config.critic_backbone_rate) == ('own', .0005, .00005)
+            assert (config.critic.kind, config.critic.rate, config.critic.backbone_rate) == ('own', .0005, .00005)
             (job,) = plan_jobs([warm], [711], params, 'runs/asking_warm', [world])
             warming = make_warming({**job.settings, 'seed': 711})
-            assert (warming.method, warming.world, str(job.folder)) == (method, config.world, config.critic_from)
+            assert (warming.method, warming.world, str(job.folder)) == (method, config.world, config.critic.warmed)
         if method == 'ppo': assert get_method('ppo').bind(config.options).options['whiten']
     asked = asking_settings(params, [711, 712], None)
     assert [Path(a['run']).parts[-2:] for a in asked] == [(w, s) for w in doses for s in ('711', '712')]
@@ -295,7 +295,7 @@ def test_a_file_loads_and_passes_the_checks(name, tmp_path):
     assert (config.learner, config.ranks, config.run) == ('deepspeed', 8,
                                                           f'runs/{name}') and settings(name)['model'] in MODELS
     got = (config.steps, config.questions_per_step, config.group_size, config.minibatches, config.epochs,
-           config.learning_rate, config.clip, config.kl)
+           config.learning_rate, config.adamw.clip, config.kl)
     assert got == VALUES[name]
     (family,) = [told for starts, told in FAMILIES.items() if name.startswith(starts)]
     for key, value in {**family, **MORE[name]}.items(): assert getattr(config, key) == value, key
@@ -347,7 +347,7 @@ def test_a_dry_run_weighs_vllm_against_the_learner(tmp_path, monkeypatch):
     config = make_config(
         dict(run=str(tmp_path / 'run'), engine='vllm', vllm={'arguments': {'gpu_memory_utilization': .8}}))
     needs = dict.fromkeys(('weights', 'gradients', 'optimiser'), 1e6) | {'rank': 5e6, 'checkpoint': 1}
-    lacking = lambda config: missing_room(tmp_path, config.keep, config, needs)
+    lacking = lambda config: missing_room(tmp_path, config.checkpoints.keep, config, needs)
     assert [w.partition(':')[0] for w in lacking(config)] == [
         "GPU 0 has 0.0 GB, of which vLLM takes 0.0 GB, but 0.0 GB are the learner's"]
     assert lacking(replace(config, vllm={'arguments': {'gpu_memory_utilization': .6}})) == []
@@ -462,7 +462,7 @@ def test_the_critics_term_is_half_the_mean_square(name):
     model = tiny_model(tokenizer := tiny_tokenizer(), width=32, heads=1, feedforward=64)
     method = get_method(config.method)
     loss = replace(method.loss, **config.loss | {'entropy': 0.}, average=config.average, kl=0.)
-    critic = make_critic(model, **{**method.critic, 'kind': config.critic})
+    critic = make_critic(model, **{**method.critic, 'kind': config.critic.kind})
     layout = pack([example_group()])
     nothing = torch.zeros(layout.ids.shape)
     logged = Learner(model, loss, Optimiser(minibatches=1),

@@ -513,7 +513,7 @@ def test_a_warm_up_that_passes_teaches(model, scripted, tmp_path, easy_gate):
                     learner.critic.head.state_dict()[k]) for k, v in torch.load(warmed.folder / 'head.pt').items())
     run = read_metrics(quiet(config))
     assert run.kl.dropna().iloc[0] > 0 and run.value_start[1] != .5
-    own = dataclasses.replace(config, critic='own')
+    own = dataclasses.replace(config, critic={**vars(config.critic), 'kind': 'own'})
     learner = learner_of(own, setup_of(own).model)
     assert all(torch.equal(a, b) for a, b in zip(learner.scorer.model.parameters(), base.parameters())) and all(
         torch.equal(a, b) for a, b in zip(learner.critic.model.parameters(), moved.parameters()))

@@ -69,7 +69,7 @@ def test_a_papers_commands_with_a_small_model(kind, tmp_path):
     run = tmp_path / 'runs' / name
     params, table = yaml.safe_load((run / 'params.yaml').read_text()), read_metrics(run)
     assert params.items() >= said.items() and (run / 'summary.json').exists()
-    assert params['critic_from'] == (f'runs/{name}_warmup' if warm else None)
+    assert params['critic.warmed'] == (f'runs/{name}_warmup' if warm else None)
     if said['learner'] == 'deepspeed':
         assert printed(notebook).count('2 ranks: ') == 1
     assert table.step.tolist() == [0, 1, 2] and table[['grad_norm', *measured]][1:].gt(0).all(axis=None)
