@@ -17,7 +17,7 @@ import numpy as np, torch
 from .benchmarks import BENCHMARKS, get_benchmark
 from .datasets import MIXTURES, load_questions, subsample
 from .engine import Decoding, HFEngine, SamplingParams
-from .environment import (Conversation, Source, as_played, asked_protocol, is_searched, make_environment,
+from .environment import (Conversation, ProgramLimits, Source, as_played, asked_protocol, is_searched, make_environment,
                                    open_search)
 from .readers import RowError
 from .launch import (LaunchError, Processes, Progress, Ranks, check_hosts, check_threads, is_rank, on_ranks,
@@ -188,7 +188,7 @@ def check_evaluation(settings):  # Evaluation
     if s.engine == 'vllm': check_vllm_settings(_vllm(s), s.sampling, s.max_tokens)
     check_hosts(s.ranks, s.hosts.file, s.hosts.count, s.hosts.endpoint)
     check_threads(s.threads)
-    read_template(s.template)
+    read_template(s.template.name)
     for name in set_names(s.data):
         for what in ('path', 'corpus'): _place(name, getattr(s, what), what)
 
@@ -391,7 +391,9 @@ def _asking(s, player, env):
     chat = env.chat
     contexts = {'context_tokens': s.context_tokens} if chat.protocol.context_tag else {}
     if chat.protocol.runs_code: contexts['output_chars'] = env.tool.output_chars
-    contexts |= {n: v for n, v in (('program', s.program), ('notes', s.notes)) if v not in ({}, 'asked')}
+    usual = vars(ProgramLimits(output_chars=s.program.output_chars))
+    program = {n: v for n, v in vars(s.program).items() if v != usual[n]}
+    contexts |= {n: v for n, v in (('program', program), ('notes', s.messages.notes)) if v not in ({}, 'asked')}
     contexts |= {n: v for n in ('prompt_tokens', 'response_tokens') if (v := getattr(s, n)) is not None}
     base = BASELINES.get(s.baseline)
     base = {'baseline': {'name': s.baseline, 'when': base.when, 'max_turns': base.max_turns}} if base else {}
@@ -415,7 +417,7 @@ def _asking(s, player, env):
 def _shown_as(conversation):
     "How observations are written and cut, as far as that is not as usual: dict."
     c = conversation
-    own = {'observation_tokens': c.observation_tokens, 'observation_format': c.observation_format}
+    own = {'observation_tokens': c.observation.tokens, 'observation_format': c.observation.format}
     return {name: value for name, value in own.items() if value not in (None, 'lines')}
 
 @dataclass(frozen=True)
@@ -445,7 +447,7 @@ def _plan_evaluation(
         'questions': rows,
         'metric': {'name': _metric_of(name, s.metric), 'rel_tol': bench.rel_tol},
         'corpus': corpus,
-        'retriever': retriever and {**retriever, 'top_k': s.passages, 'passage_tokens': s.passage_tokens,
+        'retriever': retriever and {**retriever, 'top_k': s.passages, 'passage_tokens': s.observation.passage_tokens,
                                     **_shown_as(s)},
         **_asking(s, player, env),
         'seed': s.seed,

@@ -65,7 +65,7 @@ def _write_model(folder, run, model, tokenizer, step):
     about = read_params(run)
     how, data = make_config(about), about['data']
     chat = Chat(worded(asked_protocol(how.protocol, data), **how.words), tokenizer,
-                *((None, {}) if data == 'tiny' else (read_template(how.template), how.template_options)))
+                *((None, {}) if data == 'tiny' else (read_template(how.template.name), how.template.options)))
     with atomic_folder(folder) as part:
         origin = {'run': run.name, 'step': step, **{k: about[k] for k in ('method', 'model', 'seed', 'lora')}}
         if (run/'dev.json').exists(): origin['dev'] = read_json(run/'dev.json')

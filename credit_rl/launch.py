@@ -159,8 +159,8 @@ def _end_with_parent():
     threading.Thread(target=watch, daemon=True).start()
 
 # %% ../nbs/machinery/03_launch.ipynb #h0302
-_FILES = ('path', 'corpus', 'model', 'teacher.model', 'critic.warmed', 'template', 'system_prompt', 'user_prompt',
-          'tool_prompt')   # settings that may name one
+_FILES = ('path', 'corpus', 'model', 'teacher.model', 'critic.warmed', 'template.name', 'prompt_files.system', 'prompt_files.user',
+          'prompt_files.tool')   # settings that may name one
 
 def _named_files(settings):  # dict name → value
     "Paths among a run's settings, as they are written: list of str. A word that is no path is on no host a file."

@@ -162,6 +162,12 @@ MOVED = {                                       # name of before -> name of toda
     'critic_replay': 'critic.replay', 'teacher': 'teacher.model', 'teacher_every': 'teacher.every',
     'correction': 'correction.kind', 'limits': 'correction.limits', 'warmup': 'adamw.warmup', 'clip': 'adamw.clip',
     'weight_decay': 'adamw.weight_decay', 'betas': 'adamw.betas',
+    'system_prompt': 'prompt_files.system', 'user_prompt': 'prompt_files.user', 'tool_prompt': 'prompt_files.tool',
+    'other_prompts': 'prompt_files.others', 'today': 'prompt_files.today', 'template': 'template.name',
+    'template_options': 'template.options', 'history': 'template.history', 'passage_tokens': 'observation.passage_tokens',
+    'observation_tokens': 'observation.tokens', 'observation_format': 'observation.format',
+    'output_chars': 'program.output_chars', 'malformed': 'messages.malformed', 'notes': 'messages.notes',
+    'answer_stop': 'messages.answer_stop', 'call_stop': 'messages.call_stop',
     'collapse': 'stop.collapse', 'on_bad_step': 'stop.bad_step', 'unanswered': 'stop.unanswered', 'gap': 'stop.gap',
 }
 _CUT_OFF = 'with a cut-off distribution the sampled log-probabilities belong to another policy than the one that is trained'
@@ -170,20 +176,20 @@ GONE = {'draw_version': (2, 'a question that a step asks twice is played twice')
 
 def dotted(
     given,     # dict name -> value; a group as a dict, by `group.name`, or by a name of before
-    known=(),  # names of today, see `flat_options`; (): of a stored record, which has no group as a dict
+    known=(),  # names of today, see `flat_options`; (): of a stored record
 ):
     """Settings by their names of today, those of a group as `group.name`: dict. Names that nobody knows stay. Raises
     ValueError on a setting that is given twice, and on one that there is no more."""
     out = {}
     for name, value in given.items():
-        inside = [k for k in known if k.startswith(f'{name}.')]
+        inside = [k for k in known or MOVED.values() if k.startswith(f'{name}.')]
         if dataclasses.is_dataclass(value): value = vars(value)
         if name in GONE and name not in known:
             if known and value != GONE[name][0]:
                 raise ValueError(f'{name} is {GONE[name][0]} in every run, got {value!r}: {GONE[name][1]}')
             continue
-        if not inside: parts = {name if name in known else MOVED.get(name, name): value}
-        else: parts = {f'{name}.{k}': v for k, v in value.items()} if isinstance(value, Mapping) else {inside[0]: value}
+        if inside and isinstance(value, Mapping): parts = {f'{name}.{k}': v for k, v in value.items()}
+        else: parts = {inside[0] if inside and known else name if name in known else MOVED.get(name, name): value}
         for k, v in parts.items():
             if k in out and out[k] != v: raise ValueError(f'{k} is given twice, {out[k]!r} and {v!r}; give one')
             out[k] = v

@@ -559,8 +559,8 @@ def own_tokenizer(acting):
 def _check_words(c):
     "Refuse a model without words for the questions and the protocol, and prompts that cannot stand in its place."
     read_schema(SCHEMA_OPTION.default, worded(asked_protocol(c.protocol, c.data), **c.words))
-    for mode, file in c.other_prompts.items():
-        worded(PROTOCOLS[f'{c.protocol}-{mode}'], system_prompt=file, today=c.today)
+    for mode, file in c.prompt_files.others.items():
+        worded(PROTOCOLS[f'{c.protocol}-{mode}'], system_prompt=file, today=c.prompt_files.today)
     if c.data == 'tiny' and c.protocol == 'direct':
         raise ValueError(f'protocol={c.protocol!r} is for data sets that are asked without a search; the tiny '
                          f'world takes {", ".join(PROTOCOLS)}')

@@ -19,7 +19,7 @@ from .datasets import load_corpus, load_questions, subsample
 from .demonstrations import demonstrate_all, reach, write_message
 from .dry_run import complaints, missing_room, no_gpu, rank_tflops
 from .engine import HFEngine, seed_of
-from .environment import asked_protocol, is_searched, make_environment, open_search
+from .environment import ProgramLimits, asked_protocol, is_searched, make_environment, open_search
 from .estimate import (KNOWN_SIZES, Load, TrainingPlan, describe, describe_ahead, describe_likely,
                                 describe_sharing, kept_lengths, likely_load, memory, read_sizes, rows_work, step_seconds)
 from .launch import Ranks, missing_for_hosts, ranks_here
@@ -131,9 +131,10 @@ def _tiny_environments(c, worlds, tokenizer):
     if chat.protocol.call_style == 'text': _check_players(chat, worlds['test'].questions[0])
     rules = dict(k=c.passages, max_turns=c.max_turns, max_tokens=c.max_tokens,
                  response_tokens=c.response_tokens)
-    if c.program:
-        raise ValueError(f'the tiny world limits its programs itself, got program={c.program}: leave it out')
-    printed = {'output_chars': c.output_chars} if c.output_chars else {}
+    chars = c.program.output_chars
+    if c.program != ProgramLimits(output_chars=chars):
+        raise ValueError(f'the tiny world limits its programs itself, got program={vars(c.program)}: leave it out')
+    printed = {'output_chars': chars} if chars else {}
     return {part: dataclasses.replace(tiny_environment(w, chat, **rules, **printed), **c.rules)
             for part, w in worlds.items()}, rules
 

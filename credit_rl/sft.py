@@ -318,7 +318,7 @@ def write_demos(
         played = {part: demonstrate_all(env, qs, how.attempts, c.seed, shown) for part, qs in parts.items()}
         kept = keep_right(played['train'], per_question=how.per_question, seed=c.seed)
         if not kept: raise ValueError('no demonstration is right: the search shows no gold; raise passages, '
-                                      'passage_tokens or max_turns')
+                                      'observation.passage_tokens or max_turns')
         log.turns(0, [{'kind': 'demo', 'trajectory': to_json(t), 'advantages': None, 'reward': 1.}
                       for g in kept for t in g.trajectories])
         reached, layout = {part: reach(groups) for part, groups in played.items()}, pack(kept)

@@ -66,7 +66,7 @@ def test_seven_passages_of_130_words_are_no_error():
     env = make_environment(byte_tokenizer(), BM25(passages(130)), Conversation(protocol='carl', passages=7))
     (text, result), = env.tool.call(program)
     assert result is Result.OK and len(text) > 7 * 130 * 9 > 4000
-    how = Conversation(protocol='carl', passages=7, output_chars=4000)
+    how = Conversation(protocol='carl', passages=7, program={'output_chars': 4000})
     (text, result), = make_environment(byte_tokenizer(), BM25(passages(130)), how).tool.call(program)
     assert result is Result.ERROR and 'longer than 4000 characters' in text
 
@@ -76,7 +76,7 @@ def test_the_other_prompts_come_from_files(tmp_path):
     (tmp_path / 'forced.txt').write_text('You must use a Python code block.')
     (tmp_path / 'optional.txt').write_text('You may optionally use a Python code block.')
     files = {mode: str(tmp_path / f'{mode}.txt') for mode in ('direct', 'forced')}
-    how = Conversation(protocol='carl', other_prompts=files, system_prompt=str(tmp_path / 'optional.txt'))
+    how = Conversation(protocol='carl', prompt_files={'others': files, 'system': str(tmp_path / 'optional.txt')})
     env = make_environment(byte_tokenizer(), BM25(passages(3)), how)
     said = {mode: prompted(env, mode).chat.protocol.system for mode in ('direct', 'forced', 'optional', 'multi-hop')}
     assert said == {'direct': 'Answer the following question directly.', 'forced': 'You must use a Python code block.',
@@ -86,8 +86,8 @@ def test_the_other_prompts_come_from_files(tmp_path):
 
 def test_prompts_that_there_are_not_are_refused(tmp_path):
     with pytest.raises(ValueError, match="'optional'"):
-        Conversation(protocol='carl', other_prompts={'optional': 'x'})
+        Conversation(protocol='carl', prompt_files={'others': {'optional': 'x'}})
     with pytest.raises(ValueError, match="protocol='tips'"):
-        Conversation(protocol='tips', other_prompts={'direct': 'x'})
+        Conversation(protocol='tips', prompt_files={'others': {'direct': 'x'}})
     lost = dict(protocol='carl-tiny', method='carl', other_prompts={'direct': str(tmp_path / 'none.txt')})
     with pytest.raises(ValueError, match='system_prompt'): check(make_config(lost))

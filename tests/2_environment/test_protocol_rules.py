@@ -372,10 +372,10 @@ def test_a_day_is_a_setting_of_every_kind_of_run(file, tmp_path):
     (tmp_path / 'run.yaml').write_text('today: 2026-01-31\n')
     given = {'protocol': 'tips', 'data': 'nq', 'corpus': 'http://x', 'system_prompt': file('On {today}.')}
     settings = {**given, **read_yaml(tmp_path / 'run.yaml')}
-    assert make_config(settings).today == '2026-01-31'
+    assert make_config(settings).prompt_files.today == '2026-01-31'
     assert from_settings(evaluating.Evaluation, settings).words['today'] == '2026-01-31'
     with pytest.raises(ValueError, match='say which day'): check(make_config(given))
-    how = Conversation('carl', other_prompts={'direct': file('Now, {today}.', 'n')}, today='2026-01-31')
+    how = Conversation('carl', prompt_files={'others': {'direct': file('Now, {today}.', 'n')}, 'today': '2026-01-31'})
     env = make_environment(TOKENIZER, TOOL.retriever, how)
     assert prompted(env, 'direct').chat.protocol.system == 'Now, 2026-01-31.'
 
@@ -406,7 +406,7 @@ def test_a_prompt_that_cannot_be_used_is_refused_by_name(protocol, key, text, wa
     config = make_config({'protocol': protocol, 'data': 'nq', 'corpus': 'http://x', key: file(text)})
     with pytest.raises(ValueError, match=wanted): check(config)
     with pytest.raises(ValueError, match=wanted):
-        check_evaluation(evaluating.Evaluation(**{'protocol': protocol, key: file(text)}))
+        check_evaluation(from_settings(evaluating.Evaluation, {'protocol': protocol, key: file(text)}))
 
 
 def test_a_prompt_that_is_not_there_is_refused():
@@ -417,7 +417,8 @@ def test_a_prompt_that_is_not_there_is_refused():
 
 
 def test_sets_that_are_asked_directly_keep_their_words(file):
-    how = Conversation('tips', system_prompt=file('Be brief.'), answer_stop='last', malformed='end', context_tokens=9)
+    how = Conversation('tips', prompt_files={'system': file('Be brief.')},
+                       messages={'answer_stop': 'last', 'malformed': 'end'}, context_tokens=9)
     searched, direct = (make_environment(TOKENIZER, s, how) for s in (TOOL.retriever, None))
     assert searched.chat.protocol.system == 'Be brief.' and direct.chat.protocol.name == 'direct'
     assert direct.chat.protocol.system is None and '</answer>' not in (*direct.chat.stop, *searched.chat.stop)

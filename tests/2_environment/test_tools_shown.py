@@ -6,6 +6,7 @@ import pytest
 from credit_rl.demonstrations import pages_shown
 from credit_rl.environment import Conversation, make_environment
 from credit_rl.evaluate import Evaluation, _shown_as
+from credit_rl.parameters import from_settings
 from credit_rl.tspo import first_occurrence
 from credit_rl.protocol import byte_tokenizer
 from credit_rl.readers import Passage
@@ -58,7 +59,7 @@ def test_all_of_an_observation_is_cut_where_that_is_set():
     long = [Passage(str(i), f'Page {i}', 'needle ' + 'word ' * 300) for i in range(3)]
     tokens = byte_tokenizer()
     def said(**how):
-        env = make_environment(tokens, BM25(long), Conversation(protocol='tspo', **how))
+        env = make_environment(tokens, BM25(long), from_settings(Conversation, {'protocol': 'tspo', **how}))
         return env.tool.call([['needle']])[0][0]
     count = lambda text: len(tokens(text).input_ids)
     assert count(said(passage_tokens=500)) > 1500 and count(said(observation_tokens=500)) <= 500
@@ -69,11 +70,11 @@ def test_all_of_an_observation_is_cut_where_that_is_set():
 
 
 def test_the_setting_reaches_the_tool_and_the_manifest():
-    env = make_environment(byte_tokenizer(), Index(), Conversation(protocol='tips', observation_format='json'))
+    env = make_environment(byte_tokenizer(), Index(), Conversation(protocol='tips', observation={'format': 'json'}))
     assert env.tool.call([['w']])[0][0].startswith('{"result": "Doc 1 (Title: ')
     assert _shown_as(Evaluation()) == {}                                       # as in manifests of before
-    assert _shown_as(Evaluation(observation_format='json', observation_tokens=5)) == {
+    assert _shown_as(Evaluation(observation={'format': 'json', 'tokens': 5})) == {
         'observation_format': 'json', 'observation_tokens': 5}
-    with pytest.raises(ValueError, match='lines'): Conversation(observation_format='xml')
+    with pytest.raises(ValueError, match='lines'): Conversation(observation={'format': 'xml'})
     with pytest.raises(ValueError, match='programs'):
-        make_environment(byte_tokenizer(), Index(), Conversation(protocol='carl', observation_format='json'))
+        make_environment(byte_tokenizer(), Index(), Conversation(protocol='carl', observation={'format': 'json'}))

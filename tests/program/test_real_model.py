@@ -88,6 +88,6 @@ def test_the_true_model_reads_its_template_and_writes_english(root, true_model):
 @pytest.mark.long
 def test_the_search_shows_most_answers_within_the_limits_of_the_true_tokenizer(root, true_model, monkeypatch):
     monkeypatch.chdir(root)
-    how = Conversation(SHORT, passages=2, passage_tokens=100, max_tokens=1024)
+    how = Conversation(SHORT, passages=2, observation={'passage_tokens': 100}, max_tokens=1024)
     env = make_environment(true_model[1], open_search('real')[0], how)
     assert reach(demonstrate_all(env, load_questions('real', split='dev')[::3], 2))['all'] > .6
