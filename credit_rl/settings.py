@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['Course', 'Task', 'Acting', 'Host', 'Correction', 'CriticChoice', 'TeacherChoice', 'AdamWChoice', 'Learning',
-           'Checkpoints', 'LogChoice', 'Stop', 'Keeping', 'Config', 'make_config', 'read_parameters', 'check',
+           'Checkpoints', 'LogChoice', 'StopChoice', 'Keeping', 'Config', 'make_config', 'read_parameters', 'check',
            'data_sets', 'world_arguments', 'check_engine', 'check_ahead', 'own_tokenizer', 'check_lora', 'tree_notes',
            'scored_schemas', 'schema_notes']
 
@@ -260,7 +260,7 @@ class LogChoice(SettingsGroup):
     kl: bool = setting(True, 'measure KL from the base when dev is evaluated; keeps a copy of the base')
 
 @dataclass(frozen=True)
-class Stop(SettingsGroup):
+class StopChoice(SettingsGroup):
     "When a run ends before its last step."
     collapse: float = setting(0.25, 'the answer rate falls below this share of its best', least=0)
     bad_step: str = setting('stop', 'where a gradient is not finite; skip goes on without that update, up to nine in a '
@@ -282,7 +282,7 @@ class Keeping(SettingsGroup):
                                 "the policy finds the gold answer; 'entropy', of its distributions")
     log: LogChoice = setting(LogChoice(), 'what is written down')
     checkpoints: Checkpoints = setting(Checkpoints(), 'what a run goes on from')
-    stop: Stop = setting(Stop(), 'when it ends before its last step')
+    stop: StopChoice = setting(StopChoice(), 'when it ends before its last step')
 
     def __post_init__(self):
         super().__post_init__()
@@ -318,7 +318,11 @@ def make_config(
     say=None,  # function called with a line of text where a model's folder says how it plays; None: nobody is told
 ):
     """A `Config` from a dict, and where it says nothing from how an exported model plays (`as_played`). Raises
-    ValueError on an unknown name, naming the nearest or the option that it is, and on a value not allowed."""
+    ValueError on an unknown name, naming the nearest or the option that it is, and on a value not allowed.
+
+    settings: dict name -> value
+    say: function called with a line of text; None: nobody is told
+    """
     _refuse_options(settings)
     return from_settings(Config, as_played(settings, Config, say))
 

@@ -14,7 +14,7 @@ from fastcore.docments import docments
 import credit_rl
 from credit_rl.api import HOMES, MODULES
 from credit_rl.command import VERBS, main
-from credit_rl.options import options_in
+from credit_rl.options import flat_options
 from credit_rl.evaluate import Evaluation, set_names
 from credit_rl.parameters import by_group, make_parser, read_settings
 from credit_rl.prepare import Warming
@@ -65,7 +65,7 @@ def test_help_lists_every_setting_with_its_line(verb, prefix, groups, capsys):
     text = capsys.readouterr().out
     assert end.value.code == 0 and 'settings, as name=value' in text
     for group in groups:
-        for name, option in options_in(group).items():
+        for name, option in flat_options(group).items():
             assert f'    {prefix}{name}={option.default!r}' in text and option.about and option.about in text
 
 

@@ -371,7 +371,7 @@ def unsaid(text, host=True):
     if host and not any(line.startswith('# the host: ') and PLACE.search(line) for line in text.splitlines()):
         wrong.append('the host is not cited')
     for line in text.splitlines():
-        if line.startswith(('#', 'run:', 'method:', 'learner:', 'ranks:')) or line == 'options:': continue
+        if line.startswith(('#', 'run:', 'method:', 'learner:', 'ranks:')) or re.fullmatch(r'\w+:', line): continue
         comment = line.partition(' # ')[2]
         if not (PLACE.search(comment) or OURS.search(comment)): wrong.append(line)
     return wrong
