@@ -178,9 +178,10 @@ def dotted(
     given,     # dict name -> value; a group as a dict, by `group.name`, or by a name of before
     known=(),  # names of today, see `flat_options`; (): of a stored record
 ):
-    """Settings by their names of today, those of a group as `group.name`: dict. Names that nobody knows stay. Raises
-    ValueError on a setting that is given twice, and on one that there is no more."""
-    out = {}
+    """Settings by their names of today, those of a group as `group.name`: dict, what is said by itself over what its
+    group says. Names that nobody knows stay. Raises ValueError on a setting that is given twice, and on one that there
+    is no more."""
+    groups, alone = {}, {}
     for name, value in given.items():
         inside = [k for k in known or MOVED.values() if k.startswith(f'{name}.')]
         if dataclasses.is_dataclass(value): value = vars(value)
@@ -188,12 +189,13 @@ def dotted(
             if known and value != GONE[name][0]:
                 raise ValueError(f'{name} is {GONE[name][0]} in every run, got {value!r}: {GONE[name][1]}')
             continue
-        if inside and isinstance(value, Mapping): parts = {f'{name}.{k}': v for k, v in value.items()}
-        else: parts = {inside[0] if inside and known else name if name in known else MOVED.get(name, name): value}
-        for k, v in parts.items():
-            if k in out and out[k] != v: raise ValueError(f'{k} is given twice, {out[k]!r} and {v!r}; give one')
-            out[k] = v
-    return out
+        if inside and isinstance(value, Mapping): groups |= {f'{name}.{k}': v for k, v in value.items()}
+        else:
+            now = inside[0] if inside and known else name if name in known else MOVED.get(name, name)
+            if now in alone and alone[now] != value:
+                raise ValueError(f'{now} is given twice, {alone[now]!r} and {value!r}; give one')
+            alone[now] = value
+    return groups | alone
 
 def grouped(
     settings,  # dict name -> value, see `dotted`

@@ -706,7 +706,7 @@ def test_an_evaluation_on_several_hosts_is_started_by_its_hostfile(model, tmp_pa
         str(hosts), '--no_local_rank', '--module', 'credit_rl.evaluate', '--params',
         str(tmp_path / 'run' / 'launch.yaml')
     ], {})]
-    assert f'hostfile: {hosts}' in (tmp_path / 'run' / 'launch.yaml').read_text()
+    assert f'hosts.file: {hosts}' in (tmp_path / 'run' / 'launch.yaml').read_text()
     with pytest.raises(ValueError, match='ranks=2'): quiet({**settings, 'ranks': 2})
     with pytest.raises(ValueError, match="'nowhere'"):
         quiet({**settings, 'hostfile': 'nowhere'})

@@ -58,5 +58,6 @@ def test_a_name_of_before_is_read_as_the_setting_of_today():
     typed, _ = read_settings(make_parser('run', 'Run.'), ['log_kl=false', '--hosts.count', '2', '-p', 'endpoint', 'node0:1', 'ranks=2'],
                              by_group(Config))
     assert make_config(typed) == make_config(old)
-    with pytest.raises(ValueError, match='twice'): make_config({**new, 'log_kl': True})
+    assert make_config({**new, 'log_kl': True}).log.kl                      # by itself, over its group
+    with pytest.raises(ValueError, match='twice'): make_config({'log_kl': True, 'log.kl': False})
     with pytest.raises(ValueError, match='log.kl'): make_config({'log': {'lk': True}})

@@ -304,7 +304,7 @@ def test_the_slurm_example_gives_a_command_that_the_checks_pass(tmp_path, monkey
     assert subprocess.run(['bash', '-n', script]).returncode == 0
     given = subprocess.check_output(['bash', script, 'steps=7'], env=path | slurm, text=True).splitlines()
     settings = checked(given[given.index('credit-rl'):])
-    assert (settings['hosts'], settings['ranks'], settings['endpoint']) == (2, 8, 'gpu07:29500')
+    assert (settings['hosts.count'], settings['ranks'], settings['hosts.endpoint']) == (2, 8, 'gpu07:29500')
     assert settings['steps'] == 7 and settings['corpus'] == 'http://gpu07:8000' and settings['method'] == 'tspo'
 
 
@@ -313,9 +313,9 @@ def test_the_kubernetes_example_gives_a_command_that_the_checks_pass(monkeypatch
     service, job = yaml.safe_load_all((ROOT / 'runs' / 'hosts' / 'kubernetes.yaml').read_text())
     pod = job['spec']['template']
     settings = checked(pod['spec']['containers'][0]['command'])
-    assert settings['hosts'] == job['spec']['completions'] == job['spec']['parallelism'] == 4
+    assert settings['hosts.count'] == job['spec']['completions'] == job['spec']['parallelism'] == 4
     assert settings['ranks'] == 4 * pod['spec']['containers'][0]['resources']['limits']['nvidia.com/gpu']
     # the name of the first pod, as the service gives it
-    assert settings['endpoint'].split(':')[0] == f'{job["metadata"]["name"]}-0.{service["metadata"]["name"]}'
+    assert settings['hosts.endpoint'].split(':')[0] == f'{job["metadata"]["name"]}-0.{service["metadata"]["name"]}'
     assert pod['spec']['subdomain'] == service['metadata']['name'] and service['spec']['clusterIP'] == 'None'
     assert service['spec']['selector'].items() <= pod['metadata']['labels'].items()

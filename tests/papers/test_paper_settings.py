@@ -24,7 +24,7 @@ from credit_rl.estimate import memory, read_sizes
 from credit_rl.evaluate import _vllm as vllm_arguments
 from credit_rl.evaluate import Evaluation, check_evaluation, read_manifest, read_scores, run_evaluation, set_names
 from credit_rl.studies.longform import JudgeChoice
-from credit_rl.options import options_in
+from credit_rl.options import dotted, flat, options_in
 from credit_rl.studies.papers import ENTRIES
 from credit_rl.layout import pack
 from credit_rl.learner import Learner, Optimiser, make_critic, saved_policy
@@ -171,7 +171,7 @@ GPU = {**dict.fromkeys(('tips', 'ppo', 'grpo', 'mt_', 'prs', 'vspo'), 141e9),
        **dict.fromkeys(('tspo', 'igpo', 'carl', 'search_r1'), 80e9)}
 
 
-def settings(name): return yaml.safe_load(FILES[name].read_text())
+def settings(name): return dotted(yaml.safe_load(FILES[name].read_text()))
 
 
 @pytest.fixture(scope='module')
@@ -298,7 +298,7 @@ def test_a_file_loads_and_passes_the_checks(name, tmp_path):
            config.learning_rate, config.adamw.clip, config.kl)
     assert got == VALUES[name]
     (family,) = [told for starts, told in FAMILIES.items() if name.startswith(starts)]
-    for key, value in {**family, **MORE[name]}.items(): assert getattr(config, key) == value, key
+    for key, value in dotted({**family, **MORE[name]}).items(): assert flat(config)[key] == value, key
 
 
 @pytest.mark.parametrize('name', OTHERS)
@@ -436,7 +436,7 @@ def test_a_warm_up_is_told_the_rest_by_a_second_file(name, per_tier, rates, tmp_
     """The two files of the command, one after the other as papermill reads them, and then the training that is given
     the folder."""
     shutil.copytree(ROOT / 'data' / 'tiny_base', tmp_path / 'model')
-    told = settings(name) | yaml.safe_load(WARM[name].read_text())
+    told = settings(name) | dotted(yaml.safe_load(WARM[name].read_text()))
     warming = make_warming({**told, 'model': str(tmp_path / 'model'), 'engine': 'hf', 'vllm': {}})
     check_warming(warming)
     assert (warming.run, warming.per_tier, warming.prompts, warming.tries,
@@ -535,7 +535,7 @@ def test_a_dry_run_of_what_is_there_says_so(tmp_path):
 
 # what a run at a small size is given instead: of all else each file's own settings are what is run
 SMALL = dict(steps=2, eval_every=2, dev_questions=10, test_questions=5, learner='plain', ranks=1, deepspeed={},
-             engine='hf', vllm={}, dtype='float32', recompute=True, threads=1, track='', template_options={})
+             engine='hf', vllm={}, dtype='float32', recompute=True, threads=1, track='', **{'template.options': {}})
 SMALL_WARM = dict(per_tier=[8, 6], warm_steps=2, warm_least=1, warm_every=1, warm_rise=1, warm_batch=16,
                   must_pass=False)
 
@@ -558,7 +558,7 @@ def shrunk(small, tmp_path, monkeypatch):
         monkeypatch.setattr('credit_rl.setup.HFEngine',
                             lambda model, tokenizer, **limits: Player(PROTOCOLS[told['protocol']], small[1], tokenizer))
         questions = 2 if told['epochs'] > 1 else max(2, 15 // told['group_size'])
-        return {**small[0], 'minibatches': min(told['minibatches'], 2), 'warmup': min(told.get('warmup', 0), 2),
+        return {**small[0], 'minibatches': min(told['minibatches'], 2), 'adamw.warmup': min(told.get('adamw.warmup', 0), 2),
                 'questions_per_step': questions, 'run': str(tmp_path / Path(told['run']).name), **changes}
     return of
 
@@ -570,7 +570,7 @@ def check_ran(told, changes):
     """Check of a finished run of two steps that all settings but the changed ones were the file's, and that it learned
     from what its method asks for. Returns its table without the base."""
     run, method = Path(changes['run']), get_method(told['method'])
-    params, table = yaml.safe_load((run / 'params.yaml').read_text()), read_metrics(run)
+    params, table, changes = yaml.safe_load((run / 'params.yaml').read_text()), read_metrics(run), dotted(changes)
     assert {k: params[k] for k in told} == {**told, **{k: v for k, v in changes.items() if k in told}}
     assert table.step.tolist() == [0, 1, 2] and (run / 'summary.json').exists()
     chose = read_json(run / 'dev.json')
@@ -616,7 +616,7 @@ def sentences(monkeypatch):
 @pytest.mark.parametrize('name', WARM)
 def test_a_warm_up_runs_at_a_small_size_and_what_it_made_teaches(name, small, shrunk, sentences):
     "The two commands of a file's head, one after the other."
-    told = settings(name) | (own := yaml.safe_load(WARM[name].read_text()))
+    told = settings(name) | (own := dotted(yaml.safe_load(WARM[name].read_text())))
     changes = shrunk(told, **SMALL_WARM, other_corpus=small[0]['corpus'])
     warm = prepare({**told, **changes}, say=quiet)
     params = yaml.safe_load((warm / 'params.yaml').read_text())
@@ -626,10 +626,10 @@ def test_a_warm_up_runs_at_a_small_size_and_what_it_made_teaches(name, small, sh
     data = read_collected(warm / 'rollouts-train.jsonl.gz')
     assert set(data.prompts) == {'direct', 'forced', 'optional'} and set(data.tier.tolist()) == {1, 2}
     assert (read_metrics(warm).loss.dropna() > 0).sum() == 2
-    changes = shrunk(told := settings(name), critic_from=str(warm))
+    changes = shrunk(told := settings(name), **{'critic.warmed': str(warm)})
     train({**told, **changes}, say=quiet)
     steps = check_ran(told, changes)
-    cold = {'shared': .5, 'frozen': 0.}[told['critic']]                        # of a critic that knows nothing yet
+    cold = {'shared': .5, 'frozen': 0.}[told['critic.kind']]                       # of a critic that knows nothing yet
     assert abs(steps.value_start.iloc[0] - cold) > 1e-6
 
 
@@ -643,7 +643,7 @@ PLAIN = dict(engine='hf', vllm={}, dtype='float32', ranks=1)
 BRIEF = dict(questions=2, turn_tokens=12, threads=1, **PLAIN)
 
 
-def evaluation(name): return yaml.safe_load(EVALUATIONS[name].read_text())
+def evaluation(name): return dotted(yaml.safe_load(EVALUATIONS[name].read_text()))
 
 
 def test_every_paper_has_an_evaluation():
@@ -700,7 +700,7 @@ def test_every_value_of_an_evaluation_is_cited_or_ours_for_a_reason(name):
 @pytest.mark.long
 def test_an_evaluation_with_other_passages_is_the_papers_but_for_them(name, passages, small, data, tmp_path):
     "CARL's settings on one set; played with them, the oracle's search finds nothing but support."
-    told, plain = yaml.safe_load(SEARCHES[name].read_text()), evaluation('eval_carl')
+    told, plain = dotted(yaml.safe_load(SEARCHES[name].read_text())), evaluation('eval_carl')
     changed = {k for k in told if told[k] != plain[k]}
     assert changed <= {'data', 'passages', 'corpus', 'healthy'} and told.keys() == plain.keys()
     assert (told['data'], told['passages'], told['questions']) == ('musique', passages, 500)
@@ -744,6 +744,6 @@ def test_an_evaluation_runs_on_the_real_slices(name, small, data, tmp_path):
         assert s['metric'] == manifest['metric']['name'] == ('numeric' if numeric else told['metric'])
         assert s['questions'] == 2 and s['score'] == sum(r[s['metric']] for r in rows) / 2
         assert manifest['protocol']['name'] == told['protocol'] and manifest['limits']['max_turns'] == told['max_turns']
-        assert manifest['malformed'] == told.get('malformed', 'error') and manifest['decoding']['greedy']
+        assert manifest['malformed'] == told.get('messages.malformed', 'error') and manifest['decoding']['greedy']
         assert (manifest['retriever'] or {'top_k': 3})['top_k'] == told['passages']
         assert (manifest['retriever'] is None) == numeric

@@ -11,6 +11,7 @@ from jupyter_client.manager import start_new_kernel
 from papermilled import commands_of, outputs, papermill, printed, shown, typed
 from random_models import random_model
 
+from credit_rl.options import dotted
 from credit_rl.runlog import latest_checkpoint, read_metrics, read_turns
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -68,7 +69,7 @@ def test_a_papers_commands_with_a_small_model(kind, tmp_path):
     notebook = typed(train, {**SMALL, **changes}, tmp_path)
     run = tmp_path / 'runs' / name
     params, table = yaml.safe_load((run / 'params.yaml').read_text()), read_metrics(run)
-    assert params.items() >= said.items() and (run / 'summary.json').exists()
+    assert params.items() >= dotted(said).items() and (run / 'summary.json').exists()
     assert params['critic.warmed'] == (f'runs/{name}_warmup' if warm else None)
     if said['learner'] == 'deepspeed':
         assert printed(notebook).count('2 ranks: ') == 1
@@ -101,7 +102,7 @@ def test_the_run_folder_holds_everything(finished):
     } <= set(os.listdir(folder))
     assert list((folder / 'figures').glob('*.png'))
     params = yaml.safe_load((folder / 'params.yaml').read_text())
-    assert params.items() >= {**SHORT, 'method': 'tspo'}.items()
+    assert params.items() >= dotted({**SHORT, 'method': 'tspo'}).items()
     assert read_metrics(folder).step.tolist() == [0, 1, 2, 3]
     assert {row['kind'] for row in read_turns(folder)} == {'before', 'train', 'after'}
     assert json.loads((folder / 'summary.json').read_text()).keys() >= {'base_em', 'final_em', 'ceiling_em'}
