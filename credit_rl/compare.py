@@ -11,7 +11,6 @@ __all__ = ['find_runs', 'run_label', 'each_run', 'load_runs', 'runs_frame', 'pac
 # %% ../nbs/6_looking/74_compare.ipynb #c003
 import dataclasses, json, math, os, signal, subprocess, sys, tempfile, textwrap
 from pathlib import Path
-import torch
 from .diagnostics import method_colour, method_colours
 from .jobs import Job, last_words, run_jobs, status_table
 from .parameters import by_group, each_world, enter_project, fill_names, make_parser, read_settings

@@ -29,7 +29,7 @@ from .models import (Policy, json_hash, load_model, load_tokenizer, local_folder
 from .options import SettingsGroup, nearest, setting
 from .parameters import by_group, error_line, from_settings, make_parser, read_settings
 from .prompting import BASELINES
-from .protocol import PROTOCOLS, prompt_hash, worded
+from .protocol import prompt_hash, worded
 from .rollout import check_prompts, rollout
 from .runlog import (METRICS, Hold, RunFolder, RunLog, atomic_folder, atomic_write, code_hashes, read_json,
                               read_turns, read_text, write_json)
