@@ -67,11 +67,6 @@ def _pace(metrics):  # dict step -> dict of values
 # %% ../nbs/machinery/79_watch.ipynb #c011
 _WRITTEN = ('metrics.jsonl', 'turns.jsonl.gz', 'params.yaml', 'launch.yaml', 'checkpoints')
 
-def _last_written(folder):
-    "When a run last wrote something, in seconds since 1970; None where it wrote nothing."
-    times = [(folder/name).stat().st_mtime for name in _WRITTEN if (folder/name).exists()]
-    return max(times, default=None)
-
 def _error(folder, since):
     "The first error that ranks wrote down since a time: str or None."
     found = []
@@ -86,12 +81,6 @@ def _resume_line(folder):
     found = latest_checkpoint(folder)
     return f'resume=true goes on after step {found[0]}' if found else 'it had no checkpoint, so it begins anew'
 
-def _patience(metrics, finishing):
-    "After how many seconds a run is silent for too long; infinite where nothing is known of its pace."
-    longest, base = _pace(metrics)[1], metrics.get(0, {}).get('seconds', math.nan)
-    known = [x for x in (longest, 2 * base if finishing else math.nan) if x == x]    # two evaluations end a run
-    return 3 * max(known) + 30 if known else math.inf
-
 def _end_line(summary):
     "What came of a run that ended: str."
     if 'final_em' not in summary: return 'ended'
@@ -103,7 +92,8 @@ def _end_line(summary):
 # %% ../nbs/machinery/79_watch.ipynb #c012
 def _phase(folder, params, metrics, summary, now):
     "Where a run is, in one word and in a line: (str of PHASES, str)."
-    written = _last_written(folder)
+    times = [(folder/name).stat().st_mtime for name in _WRITTEN if (folder/name).exists()]
+    written = max(times, default=None)
     if summary is not None: return 'ended', _end_line(summary)
     if written is None: return 'waiting', 'waiting: nothing is there yet'
     if error := _error(folder, written): return 'died', f'died: {error}; {_resume_line(folder)}'
@@ -111,7 +101,9 @@ def _phase(folder, params, metrics, summary, now):
     if not metrics: return 'starting', f'starting: no line yet, {_duration(quiet)} after it began'
     steps, step, mean = params.get('steps'), max(metrics), _pace(metrics)[0]
     finishing = steps is not None and step >= steps
-    if quiet > _patience(metrics, finishing):
+    longest, base = _pace(metrics)[1], metrics.get(0, {}).get('seconds', math.nan)
+    known = [x for x in (longest, 2 * base if finishing else math.nan) if x == x]    # two evaluations end a run
+    if quiet > (3 * max(known) + 30 if known else math.inf):
         return 'silent', (f'nothing was written for {_duration(quiet)}, where the longest step took '
                           f'{_duration(_pace(metrics)[1])}: it has died, or hangs; {_resume_line(folder)}')
     if finishing: return 'finishing', f'step {step} of {steps}: the test questions are left'

@@ -237,13 +237,6 @@ def _early_credit(run, until=_EARLY):  # folder of a run
     return {'asks': mean(asks), 'answers at once': mean(answers), 'rollouts that ask': len(asks),
             'that answer': len(answers)}
 
-# %% ../../nbs/experiments/75_competence.ipynb #n304
-def _asked_of_base(c, base):
-    "All that an examination of a run's base, a folder or name, depends on."
-    metric = get_method(c.method).settings(c.options).get('metric')
-    return repr([base, metric, c.seed, c.temperature, c.act_rows, c.engine,
-                 *(getattr(c, f.name) for group in (Task, Acting) for f in fields(group) if f.name != 'model')])
-
 # %% ../../nbs/experiments/75_competence.ipynb #k7505
 def _needs(run, checkpoint='best'):
     """Whether a finished run is to be examined: it was not, or a checkpoint is there that was not, or less was asked.
@@ -269,7 +262,11 @@ def examine_run(
     if not ranks.once(lambda: _needs(run, checkpoint)): return read_summary(run)['competence']
     agent, step = open_agent(run, checkpoint, host, ranks)
     tell = lambda part: say(f'{run.name}: {part}')
-    asked = _asked_of_base(_config_of(run, host), agent.name)
+    # all that an examination of a run's base, a folder or name, depends on
+    c = _config_of(run, host)
+    metric = get_method(c.method).settings(c.options).get('metric')
+    asked = repr([agent.name, metric, c.seed, c.temperature, c.act_rows, c.engine,
+                  *(getattr(c, f.name) for group in (Task, Acting) for f in fields(group) if f.name != 'model')])
     try:
         if asked not in bases: bases[asked] = examine_base(agent, progress=tell)
         found = examine_agent(agent, progress=tell, base=bases[asked])
