@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['CRITICS', 'MOST_REFUSED', 'Optimiser', 'deal', 'Critic', 'make_critic', 'Scorer', 'parameter_groups', 'AdamWByLoss',
            'make_adamw', 'update_tensors', 'check_offload', 'FrozenModels', 'brought', 'seeded', 'BadStep', 'only_data',
-           'PlainBackend', 'micro_batches', 'Learner', 'teach_critic', 'saved_policy', 'saved_critic']
+           'PlainBackend', 'micro_batches', 'Learner', 'saved_policy', 'saved_critic']
 
 # %% ../nbs/4_learning/52_learner.ipynb #c002
 import contextlib, copy, errno, math, os, pickle, sys
@@ -801,24 +801,6 @@ class Learner:
         raise BadStep(f'update {self.updates + 1}: the gradient is not finite (norm {norm}, loss {loss:.4g}){count}, '
                       'so the weights were left as they were; try a smaller learning_rate, or for a few such updates '
                       'on_bad_step=skip')
-
-# %% ../nbs/4_learning/52_learner.ipynb #8a317d05
-def teach_critic(
-    learner,  # Learner whose critic steps apart
-    layout,
-    returns,  # (R, T) the critic's targets
-):
-    "Take one update of a critic alone, at the rates of the learner's next one. Returns value_loss, critic_grad_norm."
-    everyone, nothing = torch.arange(len(layout.groups)), torch.zeros_like(returns)
-    seen = learner.evaluate(layout, ('values',)) if learner.loss.value_clip else None
-    learner.scorer.train()
-    sub, tensors = update_tensors(layout, everyone.tolist(), seen, Credit(nothing, returns), learner.loss,
-                                  learner.critic)
-    clip = learner.optimiser.losses(learner.critic)['critic']
-    with seeded(seed_of('teach', learner.seed, learner.updates, learner.backend.rank)):
-        log = learner._descend('critic', clip, sub, tensors, everyone)
-    learner.scorer.eval()
-    return log
 
 # %% ../nbs/4_learning/52_learner.ipynb #c061
 def _saved(folder):

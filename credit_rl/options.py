@@ -159,7 +159,7 @@ MOVED = {                                       # name of before -> name of toda
     'log_rollouts': 'log.rollouts', 'log_steps': 'log.steps', 'log_kl': 'log.kl',
     'critic': 'critic.kind', 'critic_step': 'critic.step', 'critic_rate': 'critic.rate', 'critic_clip': 'critic.clip',
     'critic_backbone_rate': 'critic.backbone_rate', 'critic_mix': 'critic.mix', 'critic_from': 'critic.warmed',
-    'critic_replay': 'critic.replay', 'teacher': 'teacher.model', 'teacher_every': 'teacher.every',
+    'teacher': 'teacher.model', 'teacher_every': 'teacher.every',
     'correction': 'correction.kind', 'limits': 'correction.limits', 'warmup': 'adamw.warmup', 'clip': 'adamw.clip',
     'weight_decay': 'adamw.weight_decay', 'betas': 'adamw.betas',
     'system_prompt': 'prompt_files.system', 'user_prompt': 'prompt_files.user', 'tool_prompt': 'prompt_files.tool',
@@ -171,8 +171,8 @@ MOVED = {                                       # name of before -> name of toda
     'collapse': 'stop.collapse', 'on_bad_step': 'stop.bad_step', 'unanswered': 'stop.unanswered', 'gap': 'stop.gap',
 }
 _CUT_OFF = 'with a cut-off distribution the sampled log-probabilities belong to another policy than the one that is trained'
-GONE = {'draw_version': (2, 'a question that a step asks twice is played twice'), 'top_p': (1, _CUT_OFF),
-        'top_k': (0, _CUT_OFF)}                 # name -> the value that every run has now, and why
+GONE = {'draw_version': (2, 'a question that a step asks twice is played twice'), 'critic_replay': (0, 'no paper asks for it'),
+        'top_p': (1, _CUT_OFF), 'top_k': (0, _CUT_OFF)}                 # name -> the value that every run has now, and why
 
 def dotted(
     given,     # dict name -> value; a group as a dict, by `group.name`, or by a name of before

@@ -317,7 +317,6 @@ METRICS |= {
                 "the critic's value at the prompt ranks what the base knew over what it did not, 0 to 1",
     'gate_sign': "the gate's sign accuracy on the same rollouts, 0 to 1",
     'gate_explained': "the gate's explained variance on the same rollouts, over all states before segments; at most 1",
-    'replay_loss': "the critic's loss on replayed rollouts of its warm-up, before its weight",
     'auc': "how well the critic's value at the prompt ranks what is known without tools over what is not, 0 to 1",
     'sign_accuracy': 'share of contexts after a gold was shown across which the value moved as it should',
     'context_tokens': 'mean number of tokens of a segment that writes a context',

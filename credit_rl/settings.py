@@ -149,14 +149,9 @@ class CriticChoice(SettingsGroup):
                                       "None: the method's own; 0: the backbone is the policy's alone")
     warmed: str = setting(None, 'folder of a warm-up (92_warmup): its head, and the backbone that it moved; None: '
                                      'a critic that knows nothing yet')
-    replay: int = setting(0, 'rollouts with a demanded call of that warm-up, drawn evenly over its buckets, on '
-                                    'which the critic is taught besides after every step; 0: none', least=0)
 
     def __post_init__(self):
         super().__post_init__()
-        if self.replay and (self.warmed is None or self.step == 'together'):
-            raise ValueError(f'critic.replay={self.replay} plays rollouts of a warm-up again, for a critic that steps '
-                             "apart: give critic.warmed and critic.step='apart' with it")
         if self.mix and self.step == 'apart':
             raise ValueError(f"critic.mix={self.mix} weighs two losses in one optimiser: give critic.step='together' "
                              'with it, or critic.backbone_rate in its place')

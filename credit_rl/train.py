@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['AHEAD_FILE', 'MAY_CHANGE', 'train_step', 'Run', 'Actor', 'play_step', 'Look', 'keep_rollouts', 'correct_credit',
-           'AheadBatch', 'staleness', 'write_ahead', 'read_ahead', 'CalledOff', 'play_ahead', 'Replay', 'write_memory',
+           'AheadBatch', 'staleness', 'write_ahead', 'read_ahead', 'CalledOff', 'play_ahead', 'write_memory',
            'read_memory', 'note_params', 'check_same_params', 'finished', 'SilentLog', 'saving', 'begin_run',
            'judge_hashes', 'train', 'held', 'main', 'end_interrupted']
 
@@ -21,14 +21,13 @@ from .information_gain import belief_schema, belief_warning
 from .judge import Judge, judge_counts
 from .launch import LaunchError, Progress, Ranks, is_rank, on_ranks, set_torch, speak, told_to_end
 from .layout import pack
-from .learner import BadStep, Learner, teach_critic
+from .learner import BadStep, Learner
 from .dry_run import is_large, no_gpu
 from .estimate import kept_lengths
 from .models import find_model
 from .options import flat
-from .outcome import outcome_rewards
 from .parameters import by_group, error_line, make_parser, read_settings
-from .parts import Golds, Measured, Needs, assign, every_turn, start_values, to_tokens
+from .parts import Golds, Measured, Needs, assign, start_values
 from .world import get_regime
 from .protocol import prompt_hash
 from .rollout import continuations, rollout
@@ -46,7 +45,7 @@ from .step_metrics import (IDLE, base_lines, base_report, collapsed, credit_metr
 from .trajectory import Group, group_from_json, to_json
 from .true_credit import distinct_states, score_continuations, state_values
 from .vllm_engine import EngineLost, logp_gap, sampler_weights
-from .warmup import draw_pairs, forced_rollouts, gate_again
+from .warmup import gate_again
 
 # %% ../nbs/5_run/63_train.ipynb #c047
 def train_step(
@@ -76,7 +75,6 @@ def train_step(
         if measure_kl: metrics |= kl_from_base(run.learner, batch.layout)
         with run.log.timed('update'), _keeping_bad(run.log, step, batch):
             update = run.learner.step(batch.layout, batch.seen, credit)
-            if run.replay: update |= run.replay.teach(run.learner, step, run.prefix, c.tree)
         run.learner.tick(step)
     with run.log.timed('load'): hand_over(run.learner, run.engine, c.engine, c.lora, run.ranks)
     run.memory['method'] = method.move(run.memory['method'], batch)
@@ -116,8 +114,6 @@ class Run:
         self.tiers = taught['train'] or known_tiers(from_warmup)
         # a gate is read again by the tiers that it was passed by
         self.dev_tiers = known_tiers(from_warmup, 'dev') or taught['dev']
-        count = c.critic.replay
-        self.replay = Replay(*forced_rollouts(from_warmup), count, self.metric, c.seed) if count else None
         self.answers = _AnswerCheck(c.stop.unanswered, self.method.services, self.say)
         start = {'best': -1., 'best_step': 0, 'rates': [], 'base': None, 'method': self.method.begin()}
         self.memory = start | self.memory
@@ -526,25 +522,6 @@ def _gate_metrics(run):
     tier = [run.dev_tiers.get((g.question.source, g.question.id), 0) for g in groups]
     found = gate_again(groups, tier, table, run.metric)
     return {'gate_auc': found.auc, 'gate_sign': found.sign_accuracy, 'gate_explained': found.explained_variance}
-
-# %% ../nbs/5_run/63_train.ipynb #8b2b22dc
-@dataclass(frozen=True)
-class Replay:
-    "Rollouts of a critic's warm-up, on which it is taught besides."
-    groups: list           # of Group, one rollout each
-    buckets: torch.Tensor  # (N,) from which they are drawn evenly
-    count: int             # drawn for a step
-    metric: object         # what the data are scored by
-    seed: int              # of the run
-
-    def teach(self, learner, step, prefix=0, tree=False):
-        "Teach a learner's critic on some of them: dict of what to log."
-        draws = torch.Generator().manual_seed(seed_of('replay', self.seed, step))
-        groups = [self.groups[i] for i in draw_pairs(self.buckets, self.count, draws).tolist()]
-        layout = pack(groups, prefix, tree)
-        returns = every_turn(outcome_rewards(groups, self.metric), layout)
-        log = teach_critic(learner, layout, to_tokens(returns, layout.token_turns, layout.row_trajectory))
-        return {'replay_loss': log.get('value_loss', math.nan)}
 
 # %% ../nbs/5_run/63_train.ipynb #t6310
 def write_memory(folder, memory, ahead=None):

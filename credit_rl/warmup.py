@@ -6,9 +6,8 @@
 __all__ = ['GATE', 'tiers', 'cluster_questions', 'draw_evenly', 'GateReport', 'gate', 'Pairs', 'make_pairs', 'draw_pairs',
            'gold_shown', 'sign_pairs', 'segment_statistics', 'gate_again', 'context_values', 'GateFailed', 'WarmUp',
            'critic_learner', 'warm_up', 'prompted', 'Missing', 'searching', 'TierChoice', 'Collection',
-           'CollectionPlan', 'WarmupRollouts', 'read_collected', 'read_tiers', 'forced_rollouts', 'choose_questions',
-           'obedience', 'Sampler', 'collect', 'Examination', 'WarmupResult', 'write_warmed', 'report_from',
-           'read_warmed']
+           'CollectionPlan', 'WarmupRollouts', 'read_collected', 'read_tiers', 'choose_questions', 'obedience',
+           'Sampler', 'collect', 'Examination', 'WarmupResult', 'write_warmed', 'report_from', 'read_warmed']
 
 # %% ../nbs/4_learning/54_warmup.ipynb #c003
 import gzip, json, math, random
@@ -478,14 +477,6 @@ def read_tiers(path):
     "Tiers of the questions in what `WarmupRollouts.save` wrote: dict (source, id) → 1 or 2. The rollouts are not read."
     with BoundedGzip.whole(path, 'collect anew') as f: head = json.loads(f.readline())
     return {(q['source'], q['id']): t for q, t in zip(head['questions'], head['tier'])}
-
-# %% ../nbs/4_learning/54_warmup.ipynb #15f2f736
-def forced_rollouts(folder):  # of a warm-up
-    "Rollouts with a demanded call that a critic was taught on: (list of Group, one rollout each, (N,) their buckets)."
-    data = read_collected(Path(folder)/'rollouts-train.jsonl.gz')
-    forced = [i for i, prompt in enumerate(data.prompts) if prompt == 'forced']
-    if not forced: raise ValueError(f'{folder} holds no rollouts with a demanded call, so there is nothing to replay')
-    return [data.groups[i] for i in forced], data.buckets[forced]
 
 # %% ../nbs/4_learning/54_warmup.ipynb #c062
 def _clusters(questions, how, embed):

@@ -33,7 +33,7 @@ from credit_rl.engine import ScriptedEngine
 from credit_rl.layout import pack, token_logps
 from credit_rl.diagnostics import competence_table, hop_table
 from credit_rl.launch import Ranks
-from credit_rl.learner import BadStep, Learner, saved_policy
+from credit_rl.learner import BadStep, Learner
 from credit_rl.metrics import benchmark_metric
 from credit_rl.models import load_model
 from credit_rl.outcome import outcome_rewards
@@ -570,39 +570,6 @@ def test_a_critic_without_a_gate_is_not_asked_and_what_nothing_tells_is_missing(
     assert table.gate_auc[0] == .5 and abs(table.gate_explained[0]) < 1e-6 and table.gate_sign[0] == 0
     silent = {**TINY, 'model': model, 'world': {'size': 200}, 'run': str(tmp_path / 'silent')}
     assert read_metrics(quiet(silent)).gate_auc.isna().all()
-
-
-@pytest.mark.parametrize('kind', ['own', 'shared'])
-def test_a_critic_is_taught_on_what_its_warm_up_was_told_to_look_up(model, warm, scripted, tmp_path, monkeypatch, kind):
-    """As many rollouts as asked for, with a demanded call, from all buckets alike, and the same ones again after a
-    resumption; an own critic leaves the policy's first update as it was."""
-    taught, teach = [], training.teach_critic
-    monkeypatch.setattr(training, 'teach_critic', lambda learner, layout, returns: taught.append(
-        (layout, returns)) or teach(learner, layout, returns))
-    settings = {**TINY, 'model': model, 'critic_from': str(warm), 'critic': kind, 'eval_every': 1, 'keep': 5}
-    plain = quiet({**settings, 'run': str(tmp_path / 'plain')})
-    assert not taught and 'replay_loss' not in read_metrics(plain)
-    run = quiet({**settings, 'critic_replay': 12, 'run': str(tmp_path / 'run')})
-    data = read_collected(warm / 'rollouts-train.jsonl.gz')
-    forced = {tuple(t.prompt_ids): (b, outcome_rewards([g], 'em').item()) for g, b, p in zip(
-        data.groups, data.buckets.tolist(), data.prompts) for t in g.trajectories if p == 'forced'}
-    assert len(taught) == 2
-    for layout, returns in taught:
-        first = [layout.ids[(layout.row_trajectory == i).nonzero()[0, 0]].tolist() for i in range(12)]
-        drawn = [next(v for k, v in forced.items() if tuple(ids[:len(k)]) == k) for ids in first]
-        assert len(layout.groups) == 12 and len({b for b, _ in drawn}) > 1
-        for i, (_, outcome) in enumerate(drawn):
-            rows = layout.row_trajectory == i
-            assert (returns[rows][layout.trained[rows]] == outcome).all()
-    assert (read_metrics(run).replay_loss[1:] > 0).all()
-    weights = lambda folder: saved_policy(folder / 'checkpoints' / 'step-000001')
-    moved = any(not torch.equal(w, weights(run)[n]) for n, w in weights(plain).items())
-    assert moved == (kind == 'shared')
-    (run / 'summary.json').unlink()
-    shutil.rmtree(run / 'checkpoints' / 'step-000002')
-    before = read_metrics(run)
-    quiet({**settings, 'critic_replay': 12, 'run': str(run), 'resume': True})
-    assert read_metrics(run).replay_loss.tolist()[1:] == before.replay_loss.tolist()[1:]
 
 
 def test_a_warm_up_that_fails_ends_with_a_report_and_may_not_teach(model, scripted, tmp_path):
