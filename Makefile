@@ -135,12 +135,12 @@ demo: $(VENV)/.ok-demo
 # explains as much as the gate wants; what it passed and lacked is printed. The folders are made anew each time.
 CARL_WARM := per_tier=150 repeats=3 clusters=20 warm_rise=20 warm_batch=64 head_rate=0.002 backbone_rate=0.001 \
     warm_least=50 warm_steps=100 must_pass=false
-CARL_RUN := method=carl critic=own critic_rate=0.0005 critic_backbone_rate=0.00005 steps=25 eval_every=5
+CARL_RUN := method=carl critic.kind=own critic.rate=0.0005 critic.backbone_rate=0.00005 steps=25 eval_every=5
 carl: $(VENV)/.ok-test
 	@rm -rf runs/carl_demo
 	@$(PY) -m credit_rl.prepare --params runs/params/carl_demo.yaml run=runs/carl_demo/warm $(CARL_WARM)
 	@$(PY) -m credit_rl.train --params runs/params/carl_demo.yaml run=runs/carl_demo/carl-412 $(CARL_RUN) \
-	    critic_from=runs/carl_demo/warm
+	    critic.warmed=runs/carl_demo/warm
 	@$(PY) -m credit_rl.studies.competence runs/carl_demo/carl-412 --checkpoint newest
 
 # A real model on real questions. The same command goes on after an interruption. A finished part is kept; an interrupted

@@ -23,7 +23,7 @@ gpus=${SLURM_GPUS_ON_NODE:-8}
 code=0
 srun --ntasks-per-node=1 --kill-on-bad-exit=0 \
     credit-rl train --params runs/params/tspo_qwen2.5_7b.yaml \
-    hosts="$SLURM_NNODES" endpoint="$head:29500" ranks=$((SLURM_NNODES * gpus)) resume=true \
+    hosts.count="$SLURM_NNODES" hosts.endpoint="$head:29500" ranks=$((SLURM_NNODES * gpus)) resume=true \
     run=runs/tspo_qwen2.5_7b_hosts corpus="http://$head:8000" "$@" || code=$?
 
 # 138 and 143: it was told to end by USR1 or TERM, and saved; the same job goes on when there is room
