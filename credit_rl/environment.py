@@ -225,10 +225,8 @@ class Conversation(SettingsGroup):
         if self.max_tokens is not None: check_lengths(self.prompt_tokens, self.response_tokens, self.max_tokens)
 
     def _of(self, names):
-        groups = {'system_prompt': self.prompt_files.system, 'user_prompt': self.prompt_files.user,
-                  'tool_prompt': self.prompt_files.tool, 'other_prompts': self.prompt_files.others,
-                  'today': self.prompt_files.today, **vars(self.messages)}
-        return {name: groups[name] if name in groups else getattr(self, name) for name in names}
+        own = flat(self)
+        return {name: own[MOVED.get(name, name)] for name in names}
 
     @property
     def words(self): return self._of(WORDS)   # arguments of `worded`

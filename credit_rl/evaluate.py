@@ -384,8 +384,7 @@ def _asking(s, player, env):
     chat = env.chat
     contexts = {'context_tokens': s.context_tokens} if chat.protocol.context_tag else {}
     if chat.protocol.runs_code: contexts['output_chars'] = env.tool.output_chars
-    usual = vars(ProgramLimits(output_chars=s.program.output_chars))
-    program = {n: v for n, v in vars(s.program).items() if v != usual[n]}
+    program = {n: v for n, v in vars(s.program).items() if v != getattr(ProgramLimits, n) and n != 'output_chars'}
     contexts |= {n: v for n, v in (('program', program), ('notes', s.messages.notes)) if v not in ({}, 'asked')}
     contexts |= {n: v for n in ('prompt_tokens', 'response_tokens') if (v := getattr(s, n)) is not None}
     base = BASELINES.get(s.baseline)

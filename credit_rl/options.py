@@ -33,7 +33,9 @@ class Option:
         value = plain(value)
         if isinstance(self.default, tuple) and isinstance(value, list): value = tuple(value)
         kind = self.kind or (object if self.default is None else type(self.default))
-        if dataclasses.is_dataclass(kind): return kind(**_of_group(name, options_in(kind), value))
+        if dataclasses.is_dataclass(kind):
+            first, value = next(iter(options_in(kind))), vars(value) if isinstance(value, kind) else value
+            return kind(**read_options(name, options_in(kind), value if isinstance(value, Mapping) else {first: value}))
         value = _at_home(value if kind is str else number(value))
         if kind is float and type(value) is int: value = float(value)
         if not isinstance(value, kind) or type(value) is bool and kind not in (bool, object):
@@ -135,40 +137,35 @@ class SettingsGroup:
             object.__setattr__(self, name, option.read(name, getattr(self, name)))
 
 # %% ../nbs/machinery/01_options.ipynb #op2
-def _of_group(name, options, value):
-    "What is given of a group of settings: dict. Raises ValueError on a name that it has not."
-    if dataclasses.is_dataclass(value): return vars(value)
-    return read_options(name, options, value if isinstance(value, Mapping) else {next(iter(options)): value})
+def _spread(pairs, inside):
+    "Pairs of name and value, of a group its own pairs as `group.name`; `inside` gives a group's, None of others: dict."
+    return {f'{n}.{k}' if k else n: v for n, value in pairs for k, v in (inside(value) or {'': value}).items()}
 
 def flat(record):
     "The values of a record of settings by name, those of a group in it as `group.name`: dict."
-    return {name: v for n, value in vars(record).items() for name, v in
-            ({f'{n}.{k}': v for k, v in vars(value).items()} if isinstance(value, SettingsGroup) else {n: value}).items()}
+    return _spread(vars(record).items(), lambda value: vars(value) if isinstance(value, SettingsGroup) else None)
 
 def flat_options(group):
     "The options of a dataclass of settings by name, those of a group in it as `group.name`: dict name -> Option."
-    return {name: o for n, option in options_in(group).items() for name, o in
-            ({f'{n}.{k}': o for k, o in options_in(option.kind).items()} if dataclasses.is_dataclass(option.kind)
-             else {n: option}).items()}
+    return _spread(options_in(group).items(), lambda o: options_in(o.kind) if dataclasses.is_dataclass(o.kind) else None)
 
 # %% ../nbs/machinery/01_options.ipynb #op5
 MOVED = {                                       # name of before -> name of today
-    'hosts': 'hosts.count', 'endpoint': 'hosts.endpoint', 'hostfile': 'hosts.file',
-    'keep': 'checkpoints.keep', 'save_every': 'checkpoints.minutes', 'chosen_by': 'checkpoints.chosen_by',
-    'restarts': 'checkpoints.restarts', 'grace': 'checkpoints.grace',
-    'log_rollouts': 'log.rollouts', 'log_steps': 'log.steps', 'log_kl': 'log.kl',
+    'hosts': 'hosts.count', 'endpoint': 'hosts.endpoint', 'hostfile': 'hosts.file', 'keep': 'checkpoints.keep',
+    'save_every': 'checkpoints.minutes', 'chosen_by': 'checkpoints.chosen_by', 'restarts': 'checkpoints.restarts',
+    'grace': 'checkpoints.grace', 'log_rollouts': 'log.rollouts', 'log_steps': 'log.steps', 'log_kl': 'log.kl',
+    'collapse': 'stop.collapse', 'on_bad_step': 'stop.bad_step', 'unanswered': 'stop.unanswered', 'gap': 'stop.gap',
     'critic': 'critic.kind', 'critic_step': 'critic.step', 'critic_rate': 'critic.rate', 'critic_clip': 'critic.clip',
     'critic_backbone_rate': 'critic.backbone_rate', 'critic_mix': 'critic.mix', 'critic_from': 'critic.warmed',
-    'teacher': 'teacher.model', 'teacher_every': 'teacher.every',
-    'correction': 'correction.kind', 'limits': 'correction.limits', 'warmup': 'adamw.warmup', 'clip': 'adamw.clip',
-    'weight_decay': 'adamw.weight_decay', 'betas': 'adamw.betas',
+    'teacher': 'teacher.model', 'teacher_every': 'teacher.every', 'correction': 'correction.kind',
+    'limits': 'correction.limits', 'warmup': 'adamw.warmup', 'clip': 'adamw.clip',
+    'weight_decay': 'adamw.weight_decay', 'betas': 'adamw.betas', 'malformed': 'messages.malformed',
+    'notes': 'messages.notes', 'answer_stop': 'messages.answer_stop', 'call_stop': 'messages.call_stop',
+    'passage_tokens': 'observation.passage_tokens', 'observation_tokens': 'observation.tokens',
+    'observation_format': 'observation.format', 'output_chars': 'program.output_chars',
     'system_prompt': 'prompt_files.system', 'user_prompt': 'prompt_files.user', 'tool_prompt': 'prompt_files.tool',
     'other_prompts': 'prompt_files.others', 'today': 'prompt_files.today', 'template': 'template.name',
-    'template_options': 'template.options', 'history': 'template.history', 'passage_tokens': 'observation.passage_tokens',
-    'observation_tokens': 'observation.tokens', 'observation_format': 'observation.format',
-    'output_chars': 'program.output_chars', 'malformed': 'messages.malformed', 'notes': 'messages.notes',
-    'answer_stop': 'messages.answer_stop', 'call_stop': 'messages.call_stop',
-    'collapse': 'stop.collapse', 'on_bad_step': 'stop.bad_step', 'unanswered': 'stop.unanswered', 'gap': 'stop.gap',
+    'template_options': 'template.options', 'history': 'template.history',
 }
 _CUT_OFF = 'with a cut-off distribution the sampled log-probabilities belong to another policy than the one that is trained'
 GONE = {'draw_version': (2, 'a question that a step asks twice is played twice'), 'critic_replay': (0, 'no paper asks for it'),

@@ -301,9 +301,8 @@ class Config(Keeping, Learning, Host, Acting, Task, Course):
     @property
     def optimiser(self):
         "The learner's `Optimiser`."
-        adamw, critic = self.adamw, self.critic
-        return Optimiser(self.learning_rate, critic.rate, weight_decay=adamw.weight_decay, betas=tuple(adamw.betas),
-                         clip=adamw.clip, warmup=adamw.warmup, minibatches=self.minibatches, epochs=self.epochs,
+        critic, adamw = self.critic, {**vars(self.adamw), 'betas': tuple(self.adamw.betas)}
+        return Optimiser(self.learning_rate, critic.rate, **adamw, minibatches=self.minibatches, epochs=self.epochs,
                          row_tokens=self.row_tokens, backbone_rate=critic.backbone_rate, critic_clip=critic.clip,
                          apart=critic.step == 'apart', on_bad_step=self.stop.bad_step)
 
