@@ -210,7 +210,7 @@ def test_a_list_needs_no_brackets():
     for text in ('belief, entropy', 'belief,entropy', '[belief, entropy]'):
         assert make_config(read(f'measure={text}')[0]).measure == ['belief', 'entropy']
     assert make_config(read('measure=belief')[0]).measure == ['belief']
-    assert make_config({'betas': '0.9,0.99'}).betas == [.9, .99]
+    assert make_config({'betas': '0.9,0.99'}).adamw.betas == [.9, .99]
 
 
 def test_sets_are_joined_by_plus_and_by_comma_everywhere():

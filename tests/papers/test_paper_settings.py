@@ -209,7 +209,7 @@ def test_each_run_of_a_sweep_passes_the_checks(name, root, monkeypatch):
                 check_warming(make_warming({**given, 'model': made}))
             else:
                 # what other commands make first, and what is not installed
-                left = {'critic_from'} | (set() if VLLM else {'engine', 'vllm'})
+                left = {'critic.warmed'} | (set() if VLLM else {'engine', 'vllm'})
                 check(
                     make_config({
                         n: 'data/tiny_base' if n == 'model' and (v.startswith('runs/') or 'regime' in given) else v
@@ -270,7 +270,8 @@ def test_rows_ahead_are_the_sweeps_but_for_their_engine(method, root):
     row = both.pop('methods')[f'{method}-ahead']
     assert sweep.pop('methods') and both.pop('healthy') != sweep.pop('healthy')
     assert both.pop('threads') == 1        # beside other work one thread is faster (runs/LOG.md)
-    assert both == sweep and row == {'method': method, 'ahead': 1, 'correction': 'truncated', 'gap': 1.}
+    assert both == sweep and dotted(row) == {
+        'method': method, 'ahead': 1, 'correction.kind': 'truncated', 'stop.gap': 1.}
 
 
 def test_what_make_carl_runs_passes_the_checks(root, monkeypatch):
@@ -447,11 +448,11 @@ def test_a_warm_up_is_told_the_rest_by_a_second_file(name, per_tier, rates, tmp_
     assert (warming.warm_steps, warming.warm_least, warming.warm_every, warming.warm_batch, warming.warm_rise,
             warming.other_share) == (2400, 1800, 25, 256, 100, .3)
     assert (warming.head_rate, warming.backbone_rate,
-            warming.collected) == (*rates, 'curated') and warming.betas == [.9, .999]
+            warming.collected) == (*rates, 'curated') and warming.adamw.betas == [.9, .999]
 
 
 def test_only_those_with_a_critic_to_warm_up_have_a_second_file():
-    assert set(WARM) == {n for n in FILES if settings(n).get('critic') in ('shared', 'frozen')}
+    assert set(WARM) == {n for n in FILES if settings(n).get('critic.kind') in ('shared', 'frozen')}
 
 
 @pytest.mark.parametrize('name', WARM)
@@ -723,8 +724,8 @@ def test_an_evaluation_with_other_passages_is_the_papers_but_for_them(name, pass
 def test_the_defaults_are_none_of_theirs():
     "So that each file says something: of sets, turns, tokens, protocol and metric some differ."
     for name in EVALUATIONS:
-        s, plain = from_settings(Evaluation, evaluation(name)), Evaluation()
-        assert len([k for k in evaluation(name) if getattr(s, k) != getattr(plain, k)]) >= 5
+        s, plain = flat(from_settings(Evaluation, evaluation(name))), flat(Evaluation())
+        assert len([k for k in evaluation(name) if s[k] != plain[k]]) >= 5
 
 
 @pytest.mark.parametrize('name', [n if n == 'eval_carl' else pytest.param(n, marks=pytest.mark.nightly)
