@@ -326,7 +326,7 @@ def _sent_bytes(
     "Count the bytes that a rank sends in a step: dict of gradients, fetched weights, and what goes to the engine."
     n, models, whole = plan.ranks, 2 if plan.critic else 1, plan.width * sizes.parameters
     ring, stage, trained = (n - 1) / n, plan.stage or 0, models * plan.share * whole
-    forwards, reading, _ = _forwards(plan, load)
+    forwards, reading = _forwards(plan, load)
     adds = forwards if stage >= 2 else load.epochs * load.updates
     spread = load.epochs * load.updates * trained if stage < 3 else (2 * forwards * models + reading) * whole
     return {'gradients': ring * adds * trained, 'fetched weights': ring * spread,
