@@ -227,8 +227,10 @@ def _between(x, known):
     return known[a] + (known[b] - known[a]) * (x - a) / (b - a)
 
 def token_seconds(sizes, rows):
-    "Estimate the seconds in which one GPU writes a token of each of so many trajectories."
-    return _between(sizes.parameters, {size: _between(rows, known) for size, known in _WRITING.items()})
+    """Estimate the seconds in which one GPU writes a token of each of so many trajectories. Models that are smaller than
+    those of the table wait for their layers' kernels, as the smallest does with its 24."""
+    found = _between(sizes.parameters, {size: _between(rows, known) for size, known in _WRITING.items()})
+    return found * (sizes.layers / 24 if sizes.parameters < min(_WRITING) else 1)
 
 def _acting_seconds(sizes, plan, load):
     "Estimate the seconds in which a rank's GPU writes its trajectories, and then goes on with the longest alone."
@@ -283,7 +285,7 @@ def _update_seconds(sizes, plan, count):
     moved = plan.share * sizes.parameters / (plan.ranks if plan.stage else 1)
     return count * (2 if plan.critic or plan.twice else 1) * moved * _UPDATE[how] / 1e9
 
-_FORWARD = .25, .12    # seconds of a GPU's forward beside its products, with gradient and without
+_LAYER = .009, .0045    # seconds of a layer in a GPU's forward beside its products, with gradient and without
 
 def _forwards(plan, load):
     "Count a rank's forwards in a step, with gradient and without, which are four times as large: (int, float)."
@@ -302,7 +304,8 @@ def step_seconds(
     one = forward_flops(sizes, load.tokens, load.length) / (plan.ranks * tflops * 1e12)
     losses = 2 if plan.critic or plan.twice else 1
     back = (3 + plan.checkpointing - (plan.share < 1)) * losses                # additions alone get gradients
-    learns, reads = (n * own for n, own in zip(_forwards(plan, load), _FORWARD)) if plan.gpu and plan.row_tokens else (0, 0)
+    learns, reads = (n * own * sizes.layers * (plan.gpu and plan.row_tokens > 0)
+                     for n, own in zip(_forwards(plan, load), _LAYER))
     acts = _acting_seconds(sizes, plan, load) + one if plan.gpu else one * (1 - load.written + load.written / writing)
     return {'acting': acts, 'reading': load.reads * load.again * one + reads,
             'learning': load.epochs * load.again * back * one + learns * losses,

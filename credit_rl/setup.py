@@ -583,7 +583,7 @@ def load_of(
     rows, written = _forwards(c, loss)['rows'], min(most - (c.prompt_tokens or 0), c.max_turns * c.turn_tokens)
     return Load(c.questions_per_step * c.group_size * most, most, sum(reads.values()) + behind,
                 c.epochs, c.minibatches, rows if c.tree else min(rows, _ROWS),
-                written / most, written, c.act_rows, _SEARCH * (c.max_turns - 1))
+                written / most, written, c.act_rows, _SEARCH * (c.max_turns - 1) * (c.data != 'tiny'))
 
 _ROWS, _SEARCH = 4., .5     # times a trajectory's tokens that its rows are, where contexts are edited; seconds of a search
 
