@@ -29,7 +29,7 @@ from .rollout import rollout
 from .runlog import (RunLog, atomic_folder, code_hashes, latest_checkpoint, read_json, read_params, read_turns,
                               save_checkpoint)
 from .scoring import retell
-from .settings import Config, check, make_config, tree_notes
+from .settings import DOZEN, Config, check, make_config, tree_notes
 from .setup import (add_lora, bound_method, draw_questions, make_setup, merge_lora, origin_of, real_questions,
                              real_search)
 from .step_metrics import paired_line, right_marks
@@ -390,7 +390,9 @@ def _command(name, about, kind, run, arguments):
     parser, prefix = make_parser(f'credit_rl.{name}', about), f'{name}.'
     settings = {}
     try:
-        settings, _ = read_settings(parser, arguments, {**by_group(kind, prefix=prefix), **by_group(Config)})
+        groups = {**by_group(kind, prefix=prefix), **by_group(Config)}
+        few = [*(prefix + name for name in options_in(kind)), *(n for n in DOZEN if n not in ('method', 'steps', 'learning_rate'))]
+        settings, _ = read_settings(parser, arguments, groups, few)
         own = {n.removeprefix(prefix): settings.pop(n) for n in list(settings) if n.startswith(prefix)}
         known = options_in(kind)
         if unknown := [n for n in own if n not in known]:
