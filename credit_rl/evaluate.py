@@ -7,7 +7,7 @@ __all__ = ['NEAR', 'measure', 'by_set', 'summarize', 'score', 'evaluate', 'boots
            'set_names', 'check_evaluation', 'question_key', 'dev_keys', 'train_keys', 'note_seen', 'seen_lines',
            'open_set', 'manifest_differences', 'question_row', 'set_scores', 'read_manifest', 'read_scores',
            'right_rows', 'run_evaluation', 'ReplayResult', 'replay_evaluation', 'compare_rows', 'evaluation_table',
-           'evaluation_figure', 'main', 'ask_main']
+           'evaluation_figure', 'main', 'ask_typed']
 
 # %% ../nbs/3_acting/27_evaluate.ipynb #c002
 import contextlib, dataclasses, functools, importlib.metadata, itertools, json, math, os, platform, re, shutil, sys, time, warnings
@@ -934,7 +934,7 @@ def _aloud(engine, say):
         return opened
     engine.stream = stream
 
-def ask_main(arguments=None):  # list of str; None: the command line's
+def ask_typed(arguments=None):  # list of str; None: the command line's
     """`credit-rl ask MODEL corpus=PLACE setting=value …`: play each question that is typed in, turns shown as they come.
     Settings are those of an evaluation."""
     parser, say = make_parser('credit_rl.export', 'Play questions that are typed in.'), lambda text: print(text, flush=True)

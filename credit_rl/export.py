@@ -109,5 +109,5 @@ def evaluate_main(arguments=None):  # list of str; None: the command line's
 
 def ask_main(arguments=None):  # list of str; None: the command line's
     "`credit-rl ask MODEL corpus=PLACE setting=value …`, or RUN."
-    return evaluate.ask_main(_of_model('ask', arguments))
+    return evaluate.ask_typed(_of_model('ask', arguments))
 
