@@ -946,7 +946,9 @@ def ask_typed(arguments=None):  # list of str; None: the command line's
             raise ValueError('give corpus=FOLDER (or a file, an index, a url), which is searched, or protocol=direct')
         check_evaluation(s)
         name, player = set_names(s.data)[0], _LazyModel(s)
-        env = _environment(s, _retriever(name, s, s, s.protocol, {}), player)
+        search, *_ = _retriever(name, s, s, s.protocol, {})
+        env = make_environment(player.tokenizer, search, s, player.vocabulary, s.baseline)
+        env = dataclasses.replace(env, max_tokens=player.limit)
         _aloud(player.engine, say)
         for number in itertools.count():
             try: text = input('question> ' if sys.stdin.isatty() else '').strip()
