@@ -467,9 +467,13 @@ def dump_recording(dump, name):  # _Dump; name of the file
         attempts.append(Attempts(group, own))
     return Recording(Path(name), {}, attempts)
 
+def _earned(dump, method):
+    "Whether the file says all that a rule needs."
+    return not dump.rewards.isnan().all() and set(needs(method)) <= (set() if dump.turns is None else {'turns'})
+
 def credit_of(dump, method):  # _Dump; name of a method
     "What a rule gives every turn, and by what: ((N, K), str)."
-    if not dump.rewards.isnan().all() and ('turns' not in needs(method) or dump.turns is not None):
+    if _earned(dump, method):
         return dump_credit(dump, method), 'what the file says that rollouts and turns earned'
     return text_credit(dump.groups, method), 'texts, whose answers are compared with golds'
 
@@ -481,8 +485,8 @@ def view_main(arguments=None):  # list of str; None: the command line's
 
 def _told(dump):
     "What rules make of a dump's rollouts, as a table: str."
-    golds, paid = all(g.question.answers for g in dump.groups), not dump.rewards.isnan().all()
-    names = [n for n in text_methods() if golds or paid and ('turns' not in needs(n) or dump.turns is not None)]
+    golds = all(g.question.answers for g in dump.groups)
+    names = [n for n in text_methods() if golds or _earned(dump, n)]
     if not names: raise ValueError('the file has neither rewards nor golds: no rule says anything of it')
     table = compare_rules(dump.groups, names, lambda _, name: credit_of(dump, name)[0])
     apart = [n for n in names if table['apart'][n] > 0]
