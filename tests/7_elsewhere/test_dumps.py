@@ -274,7 +274,7 @@ def test_rollouts_without_golds_are_credited_by_what_they_earned(tmp_path, capsy
     rows = [json.loads(line) for line in (tmp_path / 'rollouts.jsonl.igpo.jsonl').read_text().splitlines()]
     assert [row['row'] for row in rows] == [1, 2] and rows[0]['advantages'][1] > rows[1]['advantages'][1]
     torch.testing.assert_close(torch.tensor([row['advantages'] for row in rows]), dump_credit(read_dump(path), 'igpo'))
-    for arguments in (['assign', str(path)], ['assign', str(path), 'igpo', '--protocol', 'tipz']):
+    for arguments in (['assign', str(path), 'gigpo'], ['assign', str(path), 'igpo', '--protocol', 'tipz']):
         with pytest.raises(SystemExit): main(arguments)
     assert 'golds' in capsys.readouterr().err
 
