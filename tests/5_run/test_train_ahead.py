@@ -127,8 +127,7 @@ def test_more_steps_go_on_from_where_a_run_ended(ahead, tmp_path):
     "The last checkpoint holds the rollouts of a step that was not to come."
     settings = {**AHEAD, 'run': str(tmp_path / 'longer')}
     assert sit({**settings, 'steps': 2}) == 0
-    path = latest_checkpoint(tmp_path / 'longer')[1] / training.AHEAD_FILE
-    assert training.read_ahead(path).step == 3
+    assert training.read_memory(latest_checkpoint(tmp_path / 'longer')[1])[1].step == 3
     assert sit({**settings, 'resume': True}) == 0
     assert_same(ahead, tmp_path / 'longer')
     with pytest.raises(ValueError, match='before'):
@@ -137,14 +136,15 @@ def test_more_steps_go_on_from_where_a_run_ended(ahead, tmp_path):
 
 def test_rollouts_played_ahead_are_kept_to_the_last_digit(begun, tmp_path):
     train_step(begun, 1)
-    training.write_ahead(tmp_path / 'played', begun.ahead)
-    read = training.read_ahead(tmp_path / 'played')
+    training.write_memory(tmp_path, begun.memory, begun.ahead)
+    _, read = training.read_memory(tmp_path)
     assert read == begun.ahead and ids(read.groups) == ids(begun.ahead.groups)
     assert [g.question.meta for g in read.groups] == [g.question.meta for g in begun.ahead.groups]
-    assert training.read_ahead(tmp_path / 'nothing') is None
-    (tmp_path / 'played').write_bytes((tmp_path / 'played').read_bytes()[:-40])
-    with pytest.raises(ValueError, match='resume=True'):
-        training.read_ahead(tmp_path / 'played')
+    file = tmp_path / training.AHEAD_FILE
+    file.write_bytes(file.read_bytes()[:-40])
+    with pytest.raises(ValueError, match='resume=True'): training.read_memory(tmp_path)
+    file.unlink()
+    assert training.read_memory(tmp_path)[1] is None
 
 
 # ---- weights ----
@@ -272,5 +272,5 @@ def test_two_ranks_play_ahead_each_its_share(tmp_path):
     one, two = (read_metrics(tmp_path / name).grad_norm.dropna().tolist() for name in ('one', 'two'))
     assert two == pytest.approx(one, rel=1e-4) and len(one) == 3
     assert read_metrics(tmp_path / 'two').stale.dropna().tolist() == [0, 2, 2]
-    played = training.read_ahead(latest_checkpoint(tmp_path / 'two')[1] / training.AHEAD_FILE)
+    _, played = training.read_memory(latest_checkpoint(tmp_path / 'two')[1])
     assert (played.step, played.updates) == (4, 4)
