@@ -6,7 +6,8 @@
 __all__ = ['AHEAD_FILE', 'MAY_CHANGE', 'train_step', 'Run', 'Actor', 'play_step', 'Look', 'keep_rollouts', 'keeping_bad',
            'correct_credit', 'AheadBatch', 'staleness', 'write_groups', 'read_groups', 'CalledOff', 'play_ahead',
            'Replay', 'write_memory', 'read_memory', 'note_params', 'check_same_params', 'finished', 'SilentLog',
-           'save_point', 'play_parts', 'begin_run', 'judge_hashes', 'train', 'held', 'main', 'end_interrupted']
+           'saving', 'save_point', 'play_parts', 'begin_run', 'judge_hashes', 'train', 'held', 'main',
+           'end_interrupted']
 
 # %% ../nbs/5_run/63_train.ipynb #c002
 import contextlib, dataclasses, gzip, json, math, re, shutil, signal, sys, threading, time
@@ -624,7 +625,7 @@ class SilentLog:
 
 # %% ../nbs/5_run/63_train.ipynb #t6313
 @contextlib.contextmanager
-def _saving(path):  # of a checkpoint
+def saving(path):  # of a checkpoint
     "Say of a checkpoint that cannot be written what its disk and this process's limits allow. Raises OSError."
     try: yield
     except (OSError, RuntimeError) as e:
@@ -642,7 +643,7 @@ def save_point(log, step, learner, write, keep, ranks=Ranks(), name=None):
     """Save a learner, and what `write(folder)` puts beside it, as a whole (`save_checkpoint`): all ranks write into the
     folder that the first one makes. Raises OSError where there is no room."""
     def fill(folder):
-        with _saving(log.folder/'checkpoints'/f'step-{step:06d}'):
+        with saving(log.folder/'checkpoints'/f'step-{step:06d}'):
             learner.save(ranks.once(lambda: str(folder)))
             ranks.wait()
             if ranks.first: write(Path(folder))
