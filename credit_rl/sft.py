@@ -157,7 +157,9 @@ def rejection_sft(
     begins anew without one, and one that did is left as it is."""
     say = say or (speak if is_rank() else lambda line: print(line, flush=True))
     c = make_config(config, None if is_rank() else say) if isinstance(config, dict) else config
-    if c.dry_run: return examine(c, say, Examiner(lambda c: _check(c, how), _weigh, lambda c: _forecast(c, how)))
+    if c.dry_run:
+        return examine(dataclasses.replace(c, keep=1, healthy=''), say,
+                       Examiner(lambda c: _check(c, how), _weigh, lambda c: _forecast(c, how)))
     _check(c, how)
     if c.resume and (Path(c.run)/'summary.json').exists(): return _finished(c, how, say)
     if not is_rank():
