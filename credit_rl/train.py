@@ -10,7 +10,7 @@ __all__ = ['AHEAD_FILE', 'MAY_CHANGE', 'train_step', 'Run', 'Actor', 'play_step'
            'end_interrupted']
 
 # %% ../nbs/5_run/63_train.ipynb #c002
-import contextlib, dataclasses, gzip, json, math, re, shutil, signal, sys, threading, time
+import contextlib, dataclasses, gzip, json, math, re, shutil, sys, threading, time
 from collections import Counter, deque
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
