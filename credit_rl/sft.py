@@ -116,8 +116,11 @@ def fine_tune(
     for epoch in range(how.epochs):
         order = random.Random(seed_of('fine-tune', seed, epoch)).sample(rows, len(rows))
         for i in range(max(0, done - epoch * each) * how.batch, len(rows), how.batch):
-            with _culprits(batch := order[i:i + how.batch], len(log) + 1):
-                log.append(_imitate(learner, batch, how.compute))
+            batch = order[i:i + how.batch]
+            try: log.append(_imitate(learner, batch, how.compute))
+            except BadStep as e:
+                e.step, e.rollouts = len(log) + 1, [t for g in batch for t in g.trajectories]
+                raise
             if after: after(log)
             if say and (len(log) == done + 1 or time.monotonic() - last > 20):
                 last = time.monotonic()
@@ -132,14 +135,6 @@ def _imitate(learner, groups, compute):
     layout = pack(groups)
     with _precision(compute, learner.backend.device.type):
         return learner.step(layout, None, Credit(layout.trained.float()))
-
-@contextlib.contextmanager
-def _culprits(groups, step):
-    "Note on a `BadStep` which update it was, and the rollouts that made it."
-    try: yield
-    except BadStep as e:
-        e.step, e.rollouts = step, [t for g in groups for t in g.trajectories]
-        raise
 
 # %% ../nbs/5_run/64_sft.ipynb #c014
 @dataclass(frozen=True)
@@ -191,8 +186,10 @@ def _tune(c, how, say, ranks):
             kept, played = _examples(actor, how, bound_method(dataclasses.replace(c, method='grpo')).metric, times)
             tested = actor.evaluate('test')
             memory = {'played': played, 'base': summarize(tested), 'base_right': right_marks(tested), 'history': []}
-        seen = _say_seen(c, stage, kept, say)
-        say(f'base: EM {memory["base"]["em"]:.3f} on {len(stage.questions["test"])} test questions')
+        taught, asks = {question_key(g.question) for g in kept if c.data != 'tiny'} | train_keys(c.model), stage.questions['test']
+        for line in seen_lines({'test': asks}, taught, 'are among those learned from'): say(line)
+        inside = sum(question_key(q) in taught for q in asks)
+        say(f'base: EM {memory["base"]["em"]:.3f} on {len(asks)} test questions')
         engine.sleep()
         if c.gradient_checkpointing: stage.model.gradient_checkpointing_enable({'use_reentrant': False})
         learner = imitator(stage.model, kept, how, c.row_tokens, c.on_bad_step, make_backend(c))
@@ -204,15 +201,18 @@ def _tune(c, how, say, ranks):
             write = lambda folder: write_groups(folder/'kept.jsonl.gz', kept, **{**memory, 'history': history})
             save_point(log, len(history), learner, write, 1, ranks)
             times.saved(f'update {len(history)}', say)
-        about = lambda e: {'step': e.step, 'rollouts': [_text_of(t, stage.chat.tokenizer) for t in e.rollouts]}
-        with keeping_bad(log, about): history = fine_tune(learner, kept, how, c.seed, say, memory['history'], after)
+        def text(t):
+            ids = [*t.prompt_ids, *(i for turn in t.turns for i in (*turn.action_ids, *turn.observation_ids))]
+            return stage.chat.tokenizer.decode(ids)
+        bad = lambda e: {'step': e.step, 'rollouts': list(map(text, e.rollouts))}
+        with keeping_bad(log, bad): history = fine_tune(learner, kept, how, c.seed, say, memory['history'], after)
         hand_over(learner, engine, c.engine, c.lora, ranks)
         tested = actor.evaluate('test')
         weights = learner.weights(here=ranks.first)
         if ranks.first: _write(c, origin, stage, kept, weights, log)
         log.summary(summary := {
             **_summary(stage, memory, tested, history), 'seed': c.seed, 'rows': sum(len(g.trajectories) for g in kept),
-            **({} if seen is None else {'test_inside': seen}), 'seconds': log.elapsed})
+            **({'test_inside': inside} if inside else {}), 'seconds': log.elapsed})
         say(f'final: EM {summary["final_em"]:.3f} on {len(tested)} test questions (base {summary["base_em"]:.3f}); '
             f'{log.elapsed:.0f} s')
         if line := paired_line(summary): say(line)
@@ -232,12 +232,6 @@ def _write(c, origin, stage, kept, weights, log):
                  'play': playing(c, stage.chat, part)}
         write_model(part, model, stage.chat.tokenizer, stage.chat, about, None if c.lora else weights)
         if c.data != 'tiny': note_seen(part, [g.question for g in kept], model=c.model)
-
-def _say_seen(c, stage, kept, say):
-    "Say which test questions are among those that are learned from; how many, None where none is: int."
-    taught = {question_key(g.question) for g in kept if c.data != 'tiny'} | train_keys(c.model)
-    for line in seen_lines({'test': stage.questions['test']}, taught, 'are among those learned from'): say(line)
-    return sum(question_key(q) in taught for q in stage.questions['test']) or None
 
 # %% ../nbs/5_run/64_sft.ipynb #r6403
 def _summary(stage, memory, tested, history):
@@ -278,16 +272,10 @@ def _finished(config, how, say, name='sft'):
     say(f'{folder} is complete and left as it is')
     return folder
 
-def _text_of(trajectory, tokenizer):
-    "A rollout as text."
-    turns = [i for turn in trajectory.turns for i in (*turn.action_ids, *turn.observation_ids)]
-    return tokenizer.decode([*trajectory.prompt_ids, *turns])
-
-def _played(actor, how, times, at_once=24):
-    "Rollouts of training questions, a batch at a time: list of Group."
+def _played(actor, how, times):
+    "Rollouts of training questions, 24 at a time: list of Group."
     train, n, seed = actor.setup.questions['train'], how.questions, actor.seed
-    parts = [draw_questions(train, at_once, step, seed)[:n - (step - 1) * at_once]
-             for step in range(1, -(-n // at_once) + 1)]
+    parts = [draw_questions(train, 24, i // 24 + 1, seed)[:n - i] for i in range(0, n, 24)]
     shown = Progress(actor.say, 'questions played', n)
     def play(part, i):
         groups = actor.ranks.each(part, lambda share: rollout(
