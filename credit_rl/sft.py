@@ -186,7 +186,8 @@ def _tune(c, how, say, ranks):
             kept, played = _examples(actor, how, bound_method(dataclasses.replace(c, method='grpo')).metric, times)
             tested = actor.evaluate('test')
             memory = {'played': played, 'base': summarize(tested), 'base_right': right_marks(tested), 'history': []}
-        taught, asks = {question_key(g.question) for g in kept if c.data != 'tiny'} | train_keys(c.model), stage.questions['test']
+        asks, own = stage.questions['test'], kept if c.data != 'tiny' else []
+        taught = {question_key(g.question) for g in own} | train_keys(c.model)
         for line in seen_lines({'test': asks}, taught, 'are among those learned from'): say(line)
         inside = sum(question_key(q) in taught for q in asks)
         say(f'base: EM {memory["base"]["em"]:.3f} on {len(asks)} test questions')
@@ -209,7 +210,7 @@ def _tune(c, how, say, ranks):
         hand_over(learner, engine, c.engine, c.lora, ranks)
         tested = actor.evaluate('test')
         weights = learner.weights(here=ranks.first)
-        if ranks.first: _write(c, origin, stage, kept, weights, log)
+        if ranks.first: _write(c, origin, stage, own, weights, log)
         log.summary(summary := {
             **_summary(stage, memory, tested, history), 'seed': c.seed, 'rows': sum(len(g.trajectories) for g in kept),
             **({'test_inside': inside} if inside else {}), 'seconds': log.elapsed})
@@ -220,7 +221,7 @@ def _tune(c, how, say, ranks):
     for name in ('checkpoints', 'played') if ranks.first else (): shutil.rmtree(log.folder/name, ignore_errors=True)
     return log.folder                                                                    # the model is whole
 
-def _write(c, origin, stage, kept, weights, log):
+def _write(c, origin, stage, own, weights, log):
     "Write the model of a fine-tuning, its low-rank additions merged."
     model = stage.model
     if c.lora:
@@ -231,7 +232,7 @@ def _write(c, origin, stage, kept, weights, log):
         about = {'fine_tuned': {'run': log.folder.name, 'model': c.model, 'seed': c.seed, 'lora': c.lora},
                  'play': playing(c, stage.chat, part)}
         write_model(part, model, stage.chat.tokenizer, stage.chat, about, None if c.lora else weights)
-        if c.data != 'tiny': note_seen(part, [g.question for g in kept], model=c.model)
+        if own: note_seen(part, [g.question for g in own], model=c.model)
 
 # %% ../nbs/5_run/64_sft.ipynb #r6403
 def _summary(stage, memory, tested, history):
@@ -295,8 +296,8 @@ def _check(c, how):
 
 def _plan(c):
     "What of a fine-tuning the estimate depends on: a policy alone, and an engine that sleeps while it learns."
-    return dataclasses.replace(plan_of(c), critic=False, frozen=0, aside=0, copied=0, renewed=False, twice=False, both=False,
-                               branches=0, entropy=False, spread=False, together=False)
+    return dataclasses.replace(plan_of(c), critic=False, frozen=0, aside=0, copied=0, renewed=False, twice=False,
+                               both=False, branches=0, entropy=False, spread=False, together=False)
 
 def _weigh(c): return memory(read_sizes(c.model), _plan(c))
 
