@@ -154,7 +154,7 @@ def test_a_round_trip(case, tmp_path, root):
     if case == 'end of turn':                                          # nothing is said again
         train({'data': 'hotpotqa', 'path': str(root / 'data/hotpotqa_sample.json'), 'model': str(made), 'method': 'grpo',
                'threads': 1, 'steps': 1, 'questions': 2, 'questions_per_step': 1, 'group_size': 2, 'dev_questions': 1,
-               'test_questions': 1, 'learning_rate': 1e-9, 'run': str(tmp_path / 'run')}, say=lambda line: None)
+               'test_questions': 1, 'learning_rate': 1e-9, 'track': '', 'run': str(tmp_path / 'run')}, say=lambda line: None)
         made = export_run(tmp_path / 'run', tmp_path / 'made')
     protocol_text = protocol.read_text()
     run_evaluation({'data': 'hotpotqa', 'path': asked[1].removeprefix('path='), 'model': str(made), 'questions': 2,
