@@ -1,6 +1,5 @@
 """64_sft: the supervised baseline as a command, its folder, and what stands in its way."""
 import contextlib
-import importlib.util
 import json
 import math
 import os
@@ -8,7 +7,6 @@ import signal
 
 import pytest
 import torch
-import yaml
 
 from credit_rl import runlog, sft
 from credit_rl.engine import HFEngine, SamplingParams
@@ -18,7 +16,7 @@ from credit_rl.models import load_model, load_tokenizer
 from credit_rl.protocol import PROTOCOLS, Chat, byte_tokenizer, get_protocol, prompt_hash
 from credit_rl.rollout import rollout
 from credit_rl.runlog import read_turns
-from credit_rl.sft import Imitation, demos_main, fine_tune, imitator, keep_right, main, read_demos, rejection_sft
+from credit_rl.sft import Imitation, demos_main, fine_tune, imitator, keep_right, main, read_demos
 from credit_rl.tiny import tiny_environment
 from credit_rl.trajectory import Group, example_group
 from credit_rl.world import make_world
@@ -244,33 +242,6 @@ def test_low_rank_additions_are_merged_into_what_is_saved(shown, tmp_path):
     base, made = (load_model(str(folder))[0] for folder in (place / 'model', tmp_path / 'run' / 'model'))
     moved = [n for (n, a), b in zip(base.named_parameters(), made.parameters()) if not torch.equal(a, b)]
     assert moved and all('proj' in n for n in moved)
-
-
-@pytest.mark.long
-@pytest.mark.skipif(not importlib.util.find_spec('deepspeed'), reason='deepspeed is not installed')
-@pytest.mark.parametrize('spread', [
-    {'stage': 3, 'deepspeed': {'zero_optimization': {'stage3_param_persistence_threshold': 0}}},
-    {'stage': 2, 'lora': {'r': 2}}], ids=['stage 3, told to end', 'stage 2, low-rank'])
-def test_ranks_fine_tune_as_one_process_does(shown, tmp_path, spread):
-    words, place = shown
-    settings = {name: yaml.safe_load(value) for name, value in (word.split('=', 1) for word in words)}
-    lora = {'lora': spread['lora']} if 'lora' in spread else {}
-    how = Imitation(demos=str(place / 'demos'), epochs=10 if lora else 60, batch=1, learning_rate=1e-4)
-    rejection_sft({**settings, **lora, 'run': str(tmp_path / 'one')}, how, say=lambda line: None)
-    spread = {**settings, **spread, 'learner': 'deepspeed', 'ranks': 2, 'run': str(tmp_path / 'two')}
-    def told(line):
-        if line.startswith('update 1 of'): os.kill(os.getpid(), signal.SIGTERM)
-    if not lora:
-        with pytest.raises(SystemExit) as ended: rejection_sft(spread, how, say=told)
-        found, _ = runlog.latest_checkpoint(tmp_path / 'two')
-        assert ended.value.code == 128 + signal.SIGTERM and 0 < found
-        assert not (tmp_path / 'two' / 'model').exists()
-    rejection_sft({**spread, 'resume': True}, how, say=lambda line: None)
-    one, two = (json.loads((tmp_path / n / 'summary.json').read_text()) for n in ('one', 'two'))
-    assert two['losses'] == pytest.approx(one['losses'], abs=1e-3) and one['losses'][-1] < one['losses'][0]
-    assert two['base_right'] == one['base_right'] and two['rows'] == one['rows']
-    pair = [load_model(str(tmp_path / n / 'model'))[0].state_dict() for n in ('one', 'two')]
-    for name, weight in pair[0].items(): torch.testing.assert_close(pair[1][name], weight, atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize('word, message', [
