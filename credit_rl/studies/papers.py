@@ -4,8 +4,9 @@
 
 # %% auto #0
 __all__ = ['PAPERS', 'SEVEN', 'papers_folder', 'read_paper', 'Entry', 'entries', 'find_entry', 'count_states', 'Work',
-           'replace_host', 'small_settings', 'Row', 'folder_name', 'settings_file', 'plan_entry', 'all_works', 'price',
-           'plan_table', 'plan_lines', 'make_works', 'paper_numbers', 'paper_sentences', 'reported_table', 'report']
+           'replace_host', 'small_settings', 'make_speaker', 'Row', 'folder_name', 'settings_file', 'plan_entry',
+           'all_works', 'price', 'plan_table', 'plan_lines', 'make_works', 'paper_numbers', 'paper_sentences',
+           'reported_table', 'report']
 
 # %% ../../nbs/papers/84_papers.ipynb #t002
 import dataclasses, json, math, os, re, shlex, sys
@@ -141,6 +142,11 @@ class Work(Job):
         plain = {n: v for n, v in self.given.items() if n not in judging or n in options_in(kind)}
         return from_settings(kind, as_played(plain, kind, None))
 
+    @property
+    def judged(self):
+        "Whether it asks a judge."
+        return self.method == 'longform' or 'judge' in self.settings.get('options', {}) or any(w.judged for w in self.after)
+
     def check(self):
         "Refuse what the verb would refuse on any host: nothing is looked for here. Raises ValueError."
         if self.method in _LOGS: return
@@ -194,8 +200,21 @@ def small_settings(verb, own, carl=False):  # a verb; what a file and an entry s
     names = set_names(own.get('data', 'pairs'))
     rows = papers_folder().parent/'rows'
     return {n: v for n, v in kept.items() if n != 'protocol'} | {
-        'data': names, 'path': {n: str(rows/_ROWS[n]) for n in names}, 'questions': 2, 'max_tokens': 2000,
+        'data': names, 'path': {n: str(rows/_ROWS[n]) for n in names}, 'questions': 2, 'max_tokens': 12000,
         'turn_tokens': 8, 'corpus': {n: str(rows/'pairs_corpus.jsonl') for n in names if n in _WITHOUT}}
+
+def make_speaker(folder):
+    "Make a small random model of bytes, to which any text can be said, where there is none."
+    if (Path(folder)/'config.json').exists(): return
+    import torch
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+    from credit_rl.protocol import byte_tokenizer
+    tokenizer = byte_tokenizer()
+    torch.manual_seed(0)
+    Qwen2ForCausalLM(Qwen2Config(
+        vocab_size=len(tokenizer), hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, max_position_embeddings=16384, eos_token_id=tokenizer.eos_token_id)).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
 
 _WITHOUT = ('nq', 'triviaqa', 'popqa', 'bamboogle', 'pairs')   # sets whose rows bring no passages
 SEVEN = ('nq', 'triviaqa', 'popqa', 'hotpotqa', '2wikimultihopqa', 'musique', 'bamboogle')
@@ -282,7 +301,7 @@ class _Planner:
             host = {n: v for n, v in self.trained.items() if n in ('engine', 'ranks', 'act_rows')}
             return [Work(verb, made.seed, made.folder.with_name(f'{made.folder.name}@examined'), host, None, (made,))]
         before = [self.export(made, step)] if made else []
-        model = str(before[0].folder/'model') if made else 'data/tiny_base' if self.small else model
+        model = str(before[0].folder/'model') if made else str(self.root/'bytes') if self.small else model
         own = {'model': model, **own, **({'seed': seed} if seed else {})}
         who = before[0].folder.name if made else Path(model).name
         host = {n: v for n, v in self.trained.items() if n in _FREE}
@@ -389,6 +408,8 @@ def make_works(
 ):
     """Make what is missing. Returns {Work: error} of those that failed. Raises ValueError on a folder of another
     lineage."""
+    for work in works:
+        if Path(work.settings.get('model', '')).name == 'bytes': make_speaker(work.settings['model'])
     if odd := [f'{w.folder}: {line}' for w in works for line in w.misfits()[:3]]:
         raise ValueError('\n- '.join(['folders of another lineage; choose another --runs, or move them away:', *odd]))
     failed, threads = {}, os.cpu_count() or 1

@@ -570,8 +570,8 @@ def _answers(folder, name):
     return [{**row, 'right': row[metric]} for row in read_turns(folder/name)]
 
 def _tiers(rows, tries=5):
-    """Tiers of the questions that evaluations tried at least so often: dict (set, id) → 2 where any try was right, else
-    1."""
+    """Tiers of the questions that evaluations tried at least so often, 2 where any try was right, else 1: dict
+    (set, id) → tier."""
     found = {}
     for row in rows:
         for name in read_scores(row.test):
@@ -729,7 +729,8 @@ def explained_table(rows):
 # %% ../../nbs/papers/85_tables.ipynb #u052
 DRAWINGS = {f.__name__: f for f in (
     score_table, time_table, regression_table, widths_table, lengths_table, flops_table, settings_table,
-    retriever_table, sources_table, process_table, reward_table, near_miss_table, error_counts, hop_scores, curve_figure, place_figure,
+    retriever_table, sources_table, process_table,
+    reward_table, near_miss_table, error_counts, hop_scores, curve_figure, place_figure,
     length_figure, stack_figure, advantage_figure, rollout_figure, state_figure, tier_table, asking_rates, broken_table,
     mechanism_table, sign_rates, calibration_table, competence_figure, bucket_table, tier_figure, explained_table)}
 
@@ -778,6 +779,9 @@ def entry_lines(
 def _reproduce(entry, given, over):
     "What the command does with one entry. Returns whether all went well."
     rows = plan_entry(entry, given.runs, given.small, over) if entry.draw else []
+    if given.small and any(w.judged for w in all_works(rows)):
+        print(f'== {entry.paper}, {entry.name}: it asks a judge, so it is left out of --small\n')
+        return True
     if given.run:
         failed = make_works(all_works(rows))
         for work, why in failed.items(): print(f'{work.name} FAILED: {why}', flush=True)
