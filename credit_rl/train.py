@@ -22,6 +22,7 @@ from .judge import Judge, judge_counts
 from .launch import LaunchError, Progress, Ranks, is_rank, on_ranks, set_torch, speak, told_to_end
 from .layout import pack
 from .learner import BadStep, Learner, teach_critic
+from .datasets import subsample
 from .dry_run import is_large, no_gpu
 from .estimate import kept_lengths
 from .models import find_model
@@ -241,12 +242,12 @@ class Actor:
         return self.ranks.each(self.setup.questions[part], play)
 
     def attempt_dev(self, count):
-        "Attempt the first dev questions as those of a step are, group_size times each: list of Group."
+        "Attempt dev questions, drawn over their sets, as those of a step are, group_size times each: list of Group."
         def play(share):
             shown = Progress(self.say, 'rollouts of the base played', len(share) * self.group_size)
             return rollout(self.engine, self.setup.environments['dev'], share, self.group_size, self.sampling,
                            seed_of('base', self.seed), shown)
-        return self.ranks.each(self.setup.questions['dev'][:count], play)
+        return self.ranks.each(subsample(self.setup.questions['dev'], count, self.seed), play)
 
     def sample_dev(self):
         "Play each dev question once, sampled: list of Group."

@@ -16,10 +16,10 @@ from credit_rl.potentials import scoring_flops
 from credit_rl.runlog import RunLog
 from credit_rl.step_metrics import credit_metrics
 from credit_rl.studies import papers, tables
-from credit_rl.studies.papers import (PAPERS, Row, Work, all_works, entries, find_entry, make_works, paper_numbers,
+from credit_rl.studies.papers import (PAPERS, RunRow, all_works, entries, find_entry, make_works, paper_numbers,
                                       paper_sentences, papers_folder, plan_entry, plan_lines, plan_table, price,
                                       read_paper, report, reported_table)
-from credit_rl.studies.tables import DRAWINGS, draw_rows, entry_lines, score_table, settings_table
+from credit_rl.studies.tables import DRAWINGS, draw_rows, score_table
 from credit_rl.trajectory import Group, example_group, to_json
 from made_runs import BIG, SEVEN, SMALL, answered, assessed, judged, made
 
@@ -128,8 +128,8 @@ def test_a_folder_says_what_is_set_over_its_file():
     carl = plan_entry(find_entry('carl', 'table 9'), 'x')
     warm = {r.label: next((w for w in r.works if w.method == 'warmup'), None) for r in carl}
     assert warm['7B CARL, cold'] is None and warm['7B CARL, random'].config.must_pass is False
-    assert f'critic_from={warm["3B Search-R1 PPO, random"].folder}' in carl[10].works[1].words or any(
-        f'critic_from={w.folder}' in x.words for r in carl for x in r.works for w in x.after)
+    (row,) = [r for r in carl if r.label == '3B Search-R1 PPO, random']
+    assert f'critic_from={row.works[0].folder}' in row.works[1].words and row.works[0].config.model == SMALL
     assert sum(r.label == '7B CARL, curated' for r in carl) == 3                            # seeds
 
 
@@ -169,8 +169,7 @@ def test_a_small_entry_goes_through_and_goes_on(paper, name, tmp_path, capfd):
     said = []
     assert make_works(all_works(rows), say=said.append) == {} and rows[0].lacks == []
     assert not any(rows[0].works[0].name in line for line in said)                          # what is done is left
-    lines = '\n'.join(entry_lines(replace(entry, arguments={**entry.arguments, 'against': {}}), rows))
-    assert 'the paper:' in lines and 'these runs:' in lines
+    assert draw_rows(replace(entry, arguments={**entry.arguments, 'against': {}}), rows)[0].seeds.tolist() == [1]
 
 
 def test_the_verbs(capsys, tmp_path):
@@ -190,10 +189,10 @@ def test_rewards_of_turns_have_the_outcome_in_them(tmp_path):
     latent = ((0., 0., 0., 0.), (1., 1., 0., 0.), (0., 0., 0., 0.))
     log.turns(1, [{'kind': 'train', 'trajectory': to_json(t), 'reward': float(i == 0), 'turn_rewards': list(x)}
                   for i, (t, x) in enumerate(zip(example_group().trajectories, latent))])
-    table = drawn('tspo', 'table 2', [Row('tspo', log.folder)])
+    table = drawn('tspo', 'table 2', [RunRow('tspo', log.folder)])
     assert {kind: table.loc[kind].iloc[:4].tolist() for kind in ('O+P+', 'O-P+', 'O-P-')} == {
         'O+P+': [1, 1, 1, 1], 'O-P+': [1, 1, 0, 0], 'O-P-': [0, 0, 0, 0]}
-    counts = drawn('tspo', 'table 1', [Row('tspo', log.folder)])
+    counts = drawn('tspo', 'table 1', [RunRow('tspo', log.folder)])
     assert counts.loc['all', 'all'] == 3
 
 
@@ -202,13 +201,13 @@ def test_questions_answered_by_yes_count_where_the_paper_counts_them(tmp_path):
     log, t = RunLog(tmp_path / 'run'), example_group().trajectories[2]
     log.write_params({'method': 'tspo', 'seed': 0, 'steps': 1, 'options': {}})
     log.turns(1, [{'kind': 'train', 'trajectory': to_json(replace(t, question=replace(t.question, answers=('yes',))))}])
-    row = Row('run', log.folder)
+    row = RunRow('run', log.folder)
     assert drawn('tspo', 'table 1', [row]).loc['all', 'all'] == 1 and tables.process_table([row]).loc['all', 'all'] == 0
 
 
 def test_rows_are_compared_on_the_papers_sets(tmp_path):
     "TSPO table 4. A mean over seeds, its spread, the gain, and the paired difference."
-    rows = [Row(label, None, assessed(made(tmp_path / f'{label}{seed}', 'tspo'), 2, em + seed / 10), seed)
+    rows = [RunRow(label, None, assessed(made(tmp_path / f'{label}{seed}', 'tspo'), 2, em + seed / 10), seed)
             for label, em in (('none', .2), ('all', .3), ('all-wrong', .4)) for seed in (0, 1)]
     table = drawn('tspo', 'table 4', rows)
     assert table.columns[:5].tolist() == [*MULTI, 'mean'] and table.seeds.tolist() == [2, 2, 2]
@@ -217,12 +216,12 @@ def test_rows_are_compared_on_the_papers_sets(tmp_path):
     assert table.gain.round(9).tolist()[1:] == [round(.35 / .25 - 1, 9), .8]
     assert table.difference.round(9).tolist()[1:] == [.1, .2]
     with pytest.raises(ValueError, match='lacks'):
-        drawn('tspo', 'table 4', [Row('none', None, assessed(made(tmp_path / 'few', 'tspo'), 2, sets=('nq',)))])
+        drawn('tspo', 'table 4', [RunRow('none', None, assessed(made(tmp_path / 'few', 'tspo'), 2, sets=('nq',)))])
 
 
 def test_checkpoints_are_drawn_by_step_and_options_by_value(tmp_path):
     run = made(tmp_path / 'run', 'tspo', options={'alpha': .5})
-    rows = [Row('TSPO', run, assessed(run, step, em), 0, step) for step, em in ((10, .1), (20, .4), (30, .2))]
+    rows = [RunRow('TSPO', run, assessed(run, step, em), 0, step) for step, em in ((10, .1), (20, .4), (30, .2))]
     figure = drawn('tspo', 'figure 5', rows)
     assert [ax.get_title() for ax in figure.axes] == [*MULTI, 'mean of the sets']
     assert figure.axes[-1].lines[0].get_xydata().round(9).tolist() == [[10, .1], [20, .4], [30, .2]]
@@ -231,12 +230,12 @@ def test_checkpoints_are_drawn_by_step_and_options_by_value(tmp_path):
     log = RunLog(tmp_path / 'logged')
     log.write_params({'method': 'igpo', 'seed': 0, 'steps': 2, 'options': {}})
     for step in (1, 2): log.metrics(step, dev_f1=.6, dev_em=.1, trained_tokens=100)
-    (ax,) = drawn('igpo', 'figure 5', [Row('IGPO', log.folder)]).axes
+    (ax,) = drawn('igpo', 'figure 5', [RunRow('IGPO', log.folder)]).axes
     assert ax.lines[0].get_xydata().tolist() == [[100, .6], [200, .6]]
 
 
 def test_tokens_of_a_rollout_have_the_observations_in_them(tmp_path):
-    (line,) = drawn('tspo', 'figure 6', [Row('x', made(tmp_path / 'run', 'tspo', played=1))]).axes[0].lines
+    (line,) = drawn('tspo', 'figure 6', [RunRow('x', made(tmp_path / 'run', 'tspo', played=1))]).axes[0].lines
     played = example_group().trajectories[0].turns
     assert line.get_ydata()[0] == sum(len(t.action_ids) + len(t.observation_ids) for t in played)
 
@@ -244,7 +243,7 @@ def test_tokens_of_a_rollout_have_the_observations_in_them(tmp_path):
 def test_the_teacher_scores_the_states_before_turns(tmp_path):
     "TIPS tables 11 and 13: S_0 is the prompt, and no state lies behind the answer."
     run = made(tmp_path / 'run', played=1, questions_per_step=256, group_size=1)
-    t, table = example_group().trajectories[0], drawn('tips', 'table 13', [Row('x', run)])
+    t, table = example_group().trajectories[0], drawn('tips', 'table 13', [RunRow('x', run)])
     assert table.S.tolist() == [len(t.turns)] and table['L 0'].tolist() == [len(t.prompt_ids)]
     whole = len(t.prompt_ids) + sum(len(x.action_ids) + len(x.observation_ids) for x in t.turns[:-1])
     assert table['L max'].tolist() == [whole] == table[f'L {len(t.turns) - 1}'].tolist()
@@ -261,7 +260,7 @@ def test_a_row_draws_rollouts_of_its_own_run(tmp_path):
             own = [[shift + size * i for i in range(len(x.action_ids))] for x in t.turns]
             log.turns(step, [{'kind': 'train', 'trajectory': to_json(t), 'reward': 1., 'token_advantages': own,
                               'advantages': [sum(x) / len(x) for x in own]}])
-        runs[name] = Row(name, log.folder)
+        runs[name] = RunRow(name, log.folder)
     ax, _ = drawn('tips', 'figure 5', [*runs.values()]).axes
     assert sum(bar.get_height() for bar in ax.patches) == sum(len(x.action_ids) for x in t.turns)
     titles = [drawn('tips', f'figure {n}', [runs[name]]).axes[0].get_title(loc='left') for n, name in
@@ -276,7 +275,7 @@ def test_a_row_draws_rollouts_of_its_own_run(tmp_path):
 
 def test_long_answers_are_rows_by_verdict(tmp_path):
     "PRS tables 1 and 5, figures 2, 3 and 6: the paper's rows, pass rates by a judge; what has no verdict is missing."
-    rows = [Row(label, run := made(tmp_path / label[:2], 'prs+vspo', logged={'reward': .4}), judged(
+    rows = [RunRow(label, run := made(tmp_path / label[:2], 'prs+vspo', logged={'reward': .4}), judged(
         assessed(run, 2, sets=('pairs',)), rate), 0, 2) for label, rate in (('Untrained', .8), ('GRPO + PRS', .7))]
     table = drawn('prs', 'table 1', rows)
     assert {*table.index} < {*reported_table('prs', 'table 1').index}
@@ -285,7 +284,7 @@ def test_long_answers_are_rows_by_verdict(tmp_path):
     axes = drawn('prs', 'figure 2', rows).axes
     assert [ax.lines[0].get_ydata().round(9).tolist() for ax in axes] == [[.4, .4], [.8]]
     with pytest.raises(ValueError, match='judged'):
-        score_table([Row('x', None, assessed(made(tmp_path / 'y'), 1, sets=('pairs',)))], ['reference_pass'])
+        score_table([RunRow('x', None, assessed(made(tmp_path / 'y'), 1, sets=('pairs',)))], ['reference_pass'])
 
 
 def test_a_line_is_fitted_where_lengths_differ(tmp_path):
@@ -294,14 +293,14 @@ def test_a_line_is_fitted_where_lengths_differ(tmp_path):
         log = RunLog(tmp_path / name)
         log.write_params({'method': name, 'seed': 0, 'steps': 2})
         for step, tokens in enumerate(lengths, 1): log.metrics(step, tokens=tokens, seconds_step=2. + .03 * tokens)
-        rows.append(Row(name, log.folder))
-    table = tables.regression_table(rows)
+        rows.append(RunRow(name, log.folder))
+    table = DRAWINGS['regression_table'](rows)
     assert table.slope['a'] == pytest.approx(.03) and table.intercept['a'] == pytest.approx(2)
     assert table.slope['b'] != table.slope['b'] and table['mean length'].tolist() == [150, 100]
 
 
 def test_settings_stand_beside_the_papers_with_their_source(tmp_path):
-    table = settings_table([Row('mine', made(tmp_path / 'run', options={'band': 'small'}))], 'tips_qwen2.5_7b')
+    table = DRAWINGS['settings_table']([RunRow('mine', made(tmp_path / 'run', options={'band': 'small'}))], 'tips_qwen2.5_7b')
     assert table.loc['steps'].tolist() == [500, 2, 'section 4']
     assert table.loc['options.band'].tolist()[:2] == ['medium', 'small'] and 'healthy' not in table.index
 
@@ -318,13 +317,13 @@ def test_groups_without_advantage_are_counted():
 def test_tiers_are_of_five_tries_set_by_set(tmp_path):
     "CARL tables 1, 3 and 19."
     asked, known = {'hotpotqa': ['a', 'b', 'c', 'd'], 'gsm8k': ['e', 'f']}, {'a', 'e', 'f'}
-    tries = [Row('tries', None, answered(tmp_path / f'try-{i}', BIG, {
+    tries = [RunRow('tries', None, answered(tmp_path / f'try-{i}', BIG, {
         name: [(q, i == 4 and q in known, 0, True) for q in ids] for name, ids in asked.items()})) for i in range(5)]
     assert drawn('carl', 'table 1', tries)['tier 1, tries'].to_dict() == {'hotpotqa': .75, 'gsm8k': 0}
     with pytest.raises(ValueError, match='tried'): drawn('carl', 'table 1', tries[:4])
     played = {'hotpotqa': [('a', 1, 0, 1), ('b', 0, 1, 1), ('c', 1, 2, 1), ('d', 0, 0, 0), ('z', 0, 0, 1)],
               'gsm8k': [('e', 0, 0, 1)]}
-    row = drawn('carl', 'table 3', [*tries, Row('CARL', None, answered(tmp_path / 'eval', BIG, played))]).loc['CARL']
+    row = drawn('carl', 'table 3', [*tries, RunRow('CARL', None, answered(tmp_path / 'eval', BIG, played))]).loc['CARL']
     assert (row['tool rate, tier 1'], row['tool rate, tier 2'], row['EM, tier 2']) == (2 / 3, 0, 1)
     assert row['wrong answers, tier 1'] == 1 / 3 and row['questions, tier 1'] == 3
 
@@ -333,7 +332,7 @@ def test_hops_are_counted_over_three_sets(tmp_path):
     sets = {'hotpotqa': [('a', 1, 1, 1)], '2wikimultihopqa': [('b', 0, 1, 1)], 'gsm8k': [('c', 1, 0, 1)],
             'musique': [('d', 1, 1, 1), ('e', 0, 1, 1), ('f', 1, 1, 1)]}
     hops = {'musique': {'d': 2, 'e': 3, 'f': 4}, '2wikimultihopqa': {'b': 4}}
-    table = drawn('carl', 'table 18', [Row('eval', None, answered(tmp_path / 'eval', BIG, sets, hops=hops))])
+    table = drawn('carl', 'table 18', [RunRow('eval', None, answered(tmp_path / 'eval', BIG, sets, hops=hops))])
     assert table['n, eval'].to_dict() == {'2 hops': 3, '3 hops': 1, '4 hops': 1}
     assert table['eval'].round(9).to_dict() == {'2 hops': round(2 / 3, 9), '3 hops': 0, '4 hops': 1}
 
@@ -343,24 +342,24 @@ def test_critics_are_those_of_warm_ups(tmp_path):
     log = RunLog(tmp_path / 'run')
     log.write_params({'method': 'carl', 'seed': 1, 'steps': 500, 'options': {}})
     for step in range(0, 501, 25): log.metrics(step, gate_explained=.5 + step / 2000, explained_outcome=.1)
-    table = drawn('carl', 'table 13', [Row('7B', log.folder)])
+    table = drawn('carl', 'table 13', [RunRow('7B', log.folder)])
     assert table.index.tolist() == [*range(0, 501, 50)] and table['7B'].iloc[[0, -1]].tolist() == [.5, .75]
     warmed = []
     for kind, pairs in (('cold', [[.95, 0], [.05, 1]]), ('curated', [[.95, 1], [.05, 0]])):
         log = RunLog(tmp_path / kind)
         log.write_params({'collected': kind, 'method': 'carl', 'seed': 1})
         log.summary({'collected': kind, 'method': 'carl', 'calibration': pairs})
-        warmed.append(Row(kind, log.folder))
+        warmed.append(RunRow(kind, log.folder))
     bins = drawn('carl', 'table 11', warmed)
     assert bins.loc['AUC'].to_dict() == {'cold': 0, 'curated': 1} and bins.loc['0.9 to 1.0', 'curated'] == 1
-    axes = drawn('carl', 'figure 2', [*warmed, Row('CARL', made(tmp_path / 'trained', 'carl'))]).axes
+    axes = drawn('carl', 'figure 2', [*warmed, RunRow('CARL', made(tmp_path / 'trained', 'carl'))]).axes
     assert {line.get_label(): line.get_ydata()[9] for line in axes[0].lines[:2]} == {'cold': 0, 'curated': 1}
     log, t = RunLog(tmp_path / 'valued'), example_group().trajectories[0]
     log.write_params({'method': 'carl', 'seed': 1, 'steps': 2, 'options': {}})
     known = replace(t, question=replace(t.question, meta={'tier': 2}))
     for step, value in ((1, .9), (2, .1)):
         log.turns(step, [{'kind': 'train', 'trajectory': to_json(known), 'values': [value]}])
-    (ax,) = drawn('carl', 'figure 4', [Row('7B', log.folder)]).axes
+    (ax,) = drawn('carl', 'figure 4', [RunRow('7B', log.folder)]).axes
     assert [bar.get_x() for bar in ax.patches if bar.get_height()] == pytest.approx([.9])
 
 
@@ -371,12 +370,12 @@ def test_errors_are_of_a_hundred_wrong_answers_to_musique(tmp_path):
         log.turns(0, [{'trajectory': to_json(t)} for t in [right] * 5 + [near] * 70 + [lost] * 70])
         (log.folder / 'scores.json').write_text(json.dumps({'score': .1}))
         (log.folder / 'manifest.json').write_text(json.dumps({'protocol': {'name': None}, 'metric': {'name': 'em'}}))
-    table = drawn('carl', 'table 7', [Row('CARL', None, tmp_path / 'eval')])
+    table = drawn('carl', 'table 7', [RunRow('CARL', None, tmp_path / 'eval')])
     assert {key[1] for key in table.index} == {'musique'} and table['all'].sum() == 100
 
 
 def test_what_was_trained_on_is_counted(tmp_path):
     test = assessed(made(tmp_path / 'run', 'tspo'), 2)
     (test / 'nq' / 'manifest.json').write_text(json.dumps({'questions': {'asked': 9, 'train_inside': 4}}))
-    _, notes = draw_rows(find_entry('tspo', 'table 3'), [Row('7B TSPO', None, test)])
+    _, notes = draw_rows(find_entry('tspo', 'table 3'), [RunRow('7B TSPO', None, test)])
     assert notes == ['7B TSPO, nq: 4 of 9 questions were trained on']
