@@ -157,10 +157,15 @@ class Work(Job):
     def misfits(self):
         "What a folder that is there was made with instead: list of str, empty where it fits or nothing is there."
         if self.method in _LOGS or not self.done: return []
+        other = []
         if self.method in ('train', 'warmup'): found = [read_params(self.folder)]
-        else: found = [read_manifest(self.folder/n)['settings'] for n in read_scores(self.folder)]
+        else:
+            about = [read_manifest(self.folder/n) for n in read_scores(self.folder)]
+            found, hashes = [m['settings'] for m in about], {m['prompt_hash'] for m in about}
+            own = self.after and (read_summary(self.after[0].after[0].folder) or {}).get('prompt_hash')
+            if own and hashes - {own}: other = [f'its prompt is {hashes.pop()}, that of the training {own}']
         asked, same = vars(self.config), lambda n, v: Path(str(v)).name if n == 'model' else json.dumps(v, default=str)
-        return list(dict.fromkeys(
+        return other + list(dict.fromkeys(
             f'{n} is {made[n]!r}, wanted {v!r}' for made in found for n, v in asked.items()
             if n in made and n not in _FREE and n != 'data' and same(n, made[n]) != same(n, v)))
 
@@ -297,6 +302,9 @@ class _Planner:
         if verb == 'competence':
             host = {n: v for n, v in self.trained.items() if n in ('engine', 'ranks', 'act_rows')}
             return [Work(verb, made.seed, made.folder.with_name(f'{made.folder.name}@examined'), host, None, (made,))]
+        if verb == 'longform' and not self.small and Path(self.trained.get('path', '.')).is_file():
+            raise ValueError(f'path is the file {self.trained["path"]}, so a run would be judged on what it was trained '
+                             'on: give a folder with a file for each split, train and test')
         before = [self.export(made, step)] if made else []
         model = str(before[0].folder/'model') if made else str(self.root/'bytes') if self.small else model
         own = {'model': model, **own, **({'seed': seed} if seed else {})}

@@ -21,7 +21,7 @@ from credit_rl.studies.papers import (PAPERS, RunRow, all_works, entries, find_e
                                       read_paper, report, reported_table)
 from credit_rl.studies.tables import DRAWINGS, draw_rows, score_table
 from credit_rl.trajectory import Group, example_group, to_json
-from made_runs import BIG, SEVEN, SMALL, answered, assessed, judged, made
+from made_runs import BIG, SEVEN, SMALL, answered, assessed, evaluated, judged, made
 
 ROOT = Path(__file__).resolve().parents[2]
 MULTI = ['hotpotqa', '2wikimultihopqa', 'musique', 'bamboogle']
@@ -157,6 +157,21 @@ def test_a_folder_of_another_lineage_is_refused(tmp_path):
     assert work.misfits() == ['steps is 9, wanted 500'] and 'another lineage' in row.lacks[0]
     with pytest.raises(ValueError, match='steps is 9'): make_works(row.works)
     with pytest.raises(ValueError, match='steps is 9'): draw_rows(find_entry('tspo', 'table 4'), [row])
+
+
+def test_a_prompt_of_another_training_and_questions_that_were_trained_on_are_refused(tmp_path):
+    """PRS's long answers. Before, a run was trained and judged on one file: 1,578 of 2,012 judged were trained on."""
+    (row, *_) = plan_entry(find_entry('tspo', 'table 4'), tmp_path)
+    train, _, test = row.works
+    RunLog(train.folder).summary({'prompt_hash': 'a'})
+    evaluated(test.folder, nq=.5)
+    manifest = {'prompt_hash': 'b', 'settings': vars(test.config), 'model': {'name': 'x'}}
+    (test.folder / 'nq' / 'manifest.json').write_text(json.dumps(manifest))
+    (test.folder / 'summary.json').write_text('{}')
+    assert test.misfits() == ['its prompt is b, that of the training a']
+    (tmp_path / 'pairs.jsonl').touch()
+    with pytest.raises(ValueError, match='split'):
+        plan_entry(find_entry('prs', 'table 1'), tmp_path, over={'path': str(tmp_path / 'pairs.jsonl')})
 
 
 @pytest.mark.parametrize('paper, name', [('tspo', 'table 4')])
