@@ -151,9 +151,9 @@ def test_what_it_costs():
 def test_a_folder_of_another_lineage_is_refused(tmp_path):
     (row, *_) = plan_entry(find_entry('tspo', 'table 4'), tmp_path)
     work = row.works[0]
-    log = RunLog(work.folder)
-    log.write_params({**vars(work.config), 'steps': 9, 'ranks': 1, 'betas': list(work.config.betas)})
-    log.summary({'method': 'tspo'})
+    with RunLog(work.folder) as log:
+        log.write_params({**vars(work.config), 'steps': 9, 'ranks': 1, 'betas': list(work.config.betas)})
+        log.summary({'method': 'tspo'})
     assert work.misfits() == ['steps is 9, wanted 500'] and 'another lineage' in row.lacks[0]
     with pytest.raises(ValueError, match='steps is 9'): make_works(row.works)
     with pytest.raises(ValueError, match='steps is 9'): draw_rows(find_entry('tspo', 'table 4'), [row])
@@ -163,7 +163,7 @@ def test_a_prompt_of_another_training_and_questions_that_were_trained_on_are_ref
     """PRS's long answers. Before, a run was trained and judged on one file: 1,578 of 2,012 judged were trained on."""
     (row, *_) = plan_entry(find_entry('tspo', 'table 4'), tmp_path)
     train, _, test = row.works
-    RunLog(train.folder).summary({'prompt_hash': 'a'})
+    with RunLog(train.folder) as log: log.summary({'prompt_hash': 'a'})
     evaluated(test.folder, nq=.5)
     manifest = {'prompt_hash': 'b', 'settings': vars(test.config), 'model': {'name': 'x'}}
     (test.folder / 'nq' / 'manifest.json').write_text(json.dumps(manifest))
@@ -183,7 +183,7 @@ def test_a_small_entry_goes_through_and_goes_on(paper, name, tmp_path, capfd):
     assert [w.state for w in rows[0].works] == ['done', 'done', 'missing']
     said = []
     assert make_works(all_works(rows), say=said.append) == {} and rows[0].lacks == []
-    assert not any(rows[0].works[0].name in line for line in said)                          # what is done is left
+    assert not any(line.startswith(f'{rows[0].works[0].name}:') for line in said)           # what is done is left
     assert draw_rows(replace(entry, arguments={**entry.arguments, 'against': {}}), rows)[0].seeds.tolist() == [1]
 
 
