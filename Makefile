@@ -44,7 +44,7 @@ end   = @rm $(VENV)/.installing && touch $@
 failed = || { rm -f $(VENV)/.installing; exit 1; }   # pip has said why; what is there stays
 
 .DEFAULT_GOAL := help
-.PHONY: help demo compare carl real reports quick test test-long test-all test-vllm test-gpu faults long small programs readme docs \
+.PHONY: help demo compare carl real reports quick test test-long test-all test-vllm test-gpu faults long small programs nights readme docs \
     lab export clean
 
 help:
@@ -62,6 +62,7 @@ help:
 	@echo 'make faults    two hundred faults at random moments, an hour or two (FAULTS="--faults 20" for fewer)'
 	@echo 'make long      two thousand steps, watched from outside, a quarter of an hour or more'
 	@echo 'make programs  ten thousand random programs in the sandbox, half an hour'
+	@echo 'make nights    the cases that make test-all leaves out, since others like them are in it, ten minutes'
 	@echo 'make readme    README.md from nbs/index.ipynb'
 	@echo 'make docs      the site in _docs/site: methods, notebooks, settings, results, with search; three minutes'
 	@echo 'make lab       JupyterLab on the notebooks'
@@ -286,6 +287,11 @@ small: export OMP_NUM_THREADS := 1
 small: $(VENV)/.ok-test       # every entry of the papers but those that need a judge, by tiny models
 	@for paper in tips tspo igpo prs carl; do \
 	    $(VENV)/bin/credit-rl reproduce $$paper --small --run --draw --runs _hours/small/$$paper --out _hours/small || exit 1; done
+nights: export NIGHTLY := 1
+nights: export OMP_NUM_THREADS := 1
+nights: $(VENV)/.ok-test
+	@$(PYTEST) -m nightly
+	@$(PY) -m pytest tests/machinery/test_sharded.py
 programs: $(VENV)/.ok-test
 	@$(PY) tests/tools/sandbox_programs.py 10000
 

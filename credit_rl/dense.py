@@ -7,9 +7,9 @@ __all__ = ['E5', 'usual_prefixes', 'load_encoder', 'unit_vectors', 'fill_index',
            'open_index']
 
 # %% ../nbs/2_environment/15_dense.ipynb #c003
-import functools, json, re, tempfile, threading
+import functools, hashlib, json, re, shutil, threading
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +17,7 @@ import numpy as np
 from .options import SettingsGroup, setting
 from .retrieval import (BM25, PassageFile, PassageWriter, check_passages, check_search, contents, corpus_hash,
                                  new_index, read_index)
+from .runlog import atomic_write
 
 # %% ../nbs/2_environment/15_dense.ipynb #c005
 E5 = 'intfloat/e5-base-v2'  # the model where none is named
@@ -64,49 +65,37 @@ def _parts(index):
     ivf = _faiss().try_extract_index_ivf(index)
     return ivf and ivf.nlist
 
-class _Waiting:
-    "Vectors in a file, as float16, which is gone with this object."
-    def __init__(self, folder): self.file, self.shape = tempfile.TemporaryFile(dir=folder), (0, 0)
-
-    def add(self, vectors):
-        self.file.write(np.asarray(vectors, np.float16).tobytes())
-        self.shape = self.shape[0] + len(vectors), vectors.shape[1]
-
-    def read(self):
-        "All of them: an array (N, D), of which only what is looked at is read."
-        self.file.flush()
-        return np.memmap(self.file, np.float16, 'r', shape=self.shape)
-
 # %% ../nbs/2_environment/15_dense.ipynb #d1501
 def fill_index(
     blocks,       # iterable of arrays (n, D): unit vectors
     factory,      # faiss's description of an index
     train=None,   # vectors that an index which has to be trained is trained on; None: 100,000, or 39 for each part
-    folder=None,  # where vectors wait for it, 2 bytes a number; None: the system's for temporary files
 ):
     """A faiss index of vectors by inner product. One that has to be trained is trained on vectors drawn from all of
     them. Raises ValueError on a factory that faiss refuses, and on no vectors."""
-    faiss, index, waiting = _faiss(), None, None
-    for vectors in blocks:
-        if index is None:
-            try: index = faiss.index_factory(vectors.shape[1], factory, faiss.METRIC_INNER_PRODUCT)
-            except RuntimeError as e: raise ValueError(f'faiss knows no index {factory!r}: {str(e)[:300]}') from None
-            if not index.is_trained: waiting = _Waiting(folder)
-        (waiting or index).add(vectors)
-    if index is None: raise ValueError('the corpus is empty: a retriever needs at least one passage')
-    if waiting:
-        vectors = waiting.read()
-        _train(index, factory, vectors, train or max(100_000, 39 * (_parts(index) or 0)))
-        for i in range(0, len(vectors), 65536): index.add(np.asarray(vectors[i:i + 65536], np.float32))
+    faiss, blocks = _faiss(), iter(blocks)
+    if (first := next(blocks, None)) is None:
+        raise ValueError('the corpus is empty: a retriever needs at least one passage')
+    try: index = faiss.index_factory(first.shape[1], factory, faiss.METRIC_INNER_PRODUCT)
+    except RuntimeError as e: raise ValueError(f'faiss knows no index {factory!r}: {str(e)[:300]}') from None
+    blocks = chain([first], blocks)
+    if not index.is_trained:
+        blocks = list(blocks)
+        _train(index, factory, blocks, train or max(100_000, 39 * (_parts(index) or 0)))
+    for vectors in blocks: index.add(np.asarray(vectors, np.float32))
     return index
 
-def _train(index, factory, vectors, most, seed=0):
-    "Train an index on so many vectors, drawn from all. Raises ValueError where they are too few for it."
-    n = len(vectors)
-    drawn = np.arange(n) if n <= most else np.sort(np.random.default_rng(seed).choice(n, most, replace=False))
-    try: index.train(np.asarray(vectors[drawn], np.float32))
+def _train(index, factory, blocks, most, seed=0):
+    "Train an index on so many vectors, drawn from all blocks. Raises ValueError where they are too few for it."
+    ends = np.cumsum([len(b) for b in blocks])
+    drawn = np.arange(n := ends[-1])
+    if n > most: drawn = np.sort(np.random.default_rng(seed).choice(n, most, replace=False))
+    parts = np.split(drawn, np.searchsorted(drawn, ends[:-1]))
+    mine = np.concatenate([b[at - end + len(b)] for b, at, end in zip(blocks, parts, ends)])
+    try: index.train(np.asarray(mine, np.float32))
     except RuntimeError as e:
         raise ValueError(f'{factory!r} cannot be trained on {len(drawn)} vectors: {str(e)[:300]}') from None
+
 
 # %% ../nbs/2_environment/15_dense.ipynb #d1505
 @dataclass(frozen=True)
@@ -128,12 +117,16 @@ def _probe(index, nprobe, factory):
     ivf.nprobe = min(parts, nprobe or max(8, round(2 * parts ** .5)))
     return ivf.nprobe
 
+def _gpu_bytes(index):
+    "Count the bytes of an index on GPUs, where vectors that are not compressed have 16 bits a number."
+    return index.ntotal * min(2 * index.d, index.sa_code_size())
+
 def _on_gpus(index, factory):
     "A copy of an index on the GPUs. Raises ValueError without a faiss and GPUs for it, and on kinds that it has not."
     faiss = _faiss()
     if not getattr(faiss, 'get_num_gpus', int)():
         raise ValueError('gpu=True needs a GPU and a faiss built for it (the package faiss-gpu-cu12 or faiss-gpu in '
-                         "faiss-cpu's place): this one sees none")
+                         f"faiss-cpu's place): this one sees none. The index takes {_gpu_bytes(index):,} bytes there")
     options = faiss.GpuMultipleClonerOptions()
     options.shard = options.useFloat16 = True
     try: return faiss.index_cpu_to_all_gpus(index, co=options)
@@ -165,7 +158,7 @@ class Dense:
 
     def _search_in(self, index, factory, how, copy=None):   # copy: function that gives the index in memory, for GPUs
         self.index, self.factory, self.how, self.nprobe = index, factory, how, _probe(index, how.nprobe, factory)
-        self.searched = index
+        self.searched, self.gpu_bytes = index, how.gpu * _gpu_bytes(index)      # of all GPUs together
         if how.gpu:
             whole = copy() if copy else index
             _probe(whole, how.nprobe, factory)
@@ -254,20 +247,39 @@ def build_dense(
     factory='Flat',  # as for Dense
     block=4096,      # passages whose vectors are made at a time
 ):
-    """Index passages by vectors with bounded memory: the index, and a block. Returns how many there were. Raises on an
-    empty corpus, an id that stands twice, and as `Dense` does; then nothing is written."""
-    encode = model if callable(model) else load_encoder(model)
+    """Index passages by vectors with bounded memory: the index, and a block. Returns how many there were. Where it is
+    interrupted the same call goes on from the blocks whose vectors wait beside the folder. Raises on an empty corpus,
+    an id that stands twice, and as `Dense` does; then nothing is written."""
+    encode, narrow = model if callable(model) else load_encoder(model), np.float32 if factory == 'Flat' else np.float16
     prefixes, passages = tuple(prefixes or usual_prefixes('' if callable(model) else model)), iter(passages)
-    with new_index(folder) as new:
-        def blocks(file):
-            while part := list(islice(passages, block)):
-                for p in part: file.add(p)
-                yield unit_vectors(encode, [prefixes[1] + contents(p) for p in part])
-        with PassageWriter(new) as file: index = fill_index(blocks(file), factory, folder=new)
-        if (again := file.repeated()) is not None:
-            raise ValueError(f'the id {PassageFile(new)[again].id!r} of passage {again + 1} stands twice')
-        _write_dense(new, index, _made_with(index.ntotal, file.corpus, factory, model, prefixes))
+    waiting = (place := Path(folder)).with_name(f'.{place.name}.vectors')
+    def vectors(part):
+        "A block's, as a file that is mapped: made now, or before by the same model of the same texts."
+        texts = [prefixes[1] + contents(p) for p in part]
+        name = hashlib.blake2b(json.dumps([str(model), narrow.__name__, *texts]).encode(), digest_size=16).hexdigest()
+        if not (file := waiting / f'{name}.npy').exists():
+            made = unit_vectors(encode, texts).astype(narrow)
+            waiting.mkdir(parents=True, exist_ok=True)
+            def write(new):
+                with open(new, 'wb') as out: np.save(out, made)
+            atomic_write(file, write)
+        return np.load(file, mmap_mode='r')
+    try:
+        with new_index(folder) as new:
+            def blocks(file):
+                while part := list(islice(passages, block)):
+                    for p in part: file.add(p)
+                    yield vectors(part)
+            with PassageWriter(new) as file: index = fill_index(blocks(file), factory)
+            if (again := file.repeated()) is not None:
+                raise ValueError(f'the id {PassageFile(new)[again].id!r} of passage {again + 1} stands twice')
+            _write_dense(new, index, _made_with(index.ntotal, file.corpus, factory, model, prefixes))
+    except BaseException as e:
+        if isinstance(e, ValueError) or callable(model): shutil.rmtree(waiting, ignore_errors=True)
+        raise
+    shutil.rmtree(waiting, ignore_errors=True)
     return index.ntotal
+
 
 # %% ../nbs/2_environment/15_dense.ipynb #d1508
 def open_index(folder, passages=None,  # passages: list of Passage or their corpus_hash, None: any

@@ -37,7 +37,8 @@ def rank_tflops(
         set_torch(tf32=host.tf32)
         try: tflops = measure_tflops(dtype=getattr(torch, dtype))
         finally: torch.set_float32_matmul_precision(precise)
-        if not torch.cuda.is_available(): tflops /= _ranks_here(host)                # they share the processor
+        # of these products a model on a GPU reaches some two thirds (62_setup); ranks share a processor
+        tflops *= .65 if torch.cuda.is_available() else 1 / _ranks_here(host)
     return tflops, f'({how} {tflops:.3g} TFLOP/s for a rank that learns)'
 
 # %% ../nbs/machinery/59_dry_run.ipynb #d5911
@@ -85,15 +86,15 @@ def _missing_gpu(host, needs, i):
     "What GPU `i` lacks: list of str."
     size, get = torch.cuda.get_device_properties(i).total_memory, lambda *names: sum(needs.get(n, 0) for n in names)
     wrong, when = [], ' at its start, when models are whole' if needs['rank'] == needs.get('start') else ''
-    if needs['rank'] > size:
-        wrong.append(f'GPU {i} has {size / 1e9:.1f} GB, but a rank needs at least {needs["rank"] / 1e9:.1f} GB{when}')
+    if (whole := get('rank', 'search')) > size:
+        wrong.append(f'GPU {i} has {size / 1e9:.1f} GB, but a rank needs at least {whole / 1e9:.1f} GB{when}')
     if host.engine != 'vllm' or host.vllm.get('devices'): return wrong
     taken = host.vllm.get('arguments', {}).get('gpu_memory_utilization', .9) * size
     if taken and get('acting copy', 'keys and values') > taken:
         wrong.append(f'GPU {i} has {taken / 1e9:.1f} GB for vLLM, but its weights and one trajectory take '
                      f'{get("acting copy", "keys and values") / 1e9:.1f} GB')
     lies = max(get('weights', 'gradients', 'optimiser', 'frozen models'), get('acting copy'),
-               0 if host.vllm.get('sleep_level') else get('start'))                # vLLM starts beside the whole policy
+               0 if host.vllm.get('sleep_level') else get('start')) + get('search')    # vLLM starts beside the policy
     if taken and taken + lies > size:
         wrong.append(f'GPU {i} has {size / 1e9:.1f} GB, of which vLLM takes {taken / 1e9:.1f} GB, but '
                      f'{lies / 1e9:.1f} GB are the learner\'s: give arguments: {{gpu_memory_utilization: …}} among the '

@@ -227,15 +227,17 @@ def _between(x, known):
     return known[a] + (known[b] - known[a]) * (x - a) / (b - a)
 
 def token_seconds(sizes, rows):
-    "Estimate the seconds in which one GPU writes a token of each of so many trajectories."
-    return _between(sizes.parameters, {size: _between(rows, known) for size, known in _WRITING.items()})
+    """Estimate the seconds in which one GPU writes a token of each of so many trajectories. Models that are smaller than
+    those of the table wait for their layers' kernels, as the smallest does with its 24."""
+    found = _between(sizes.parameters, {size: _between(rows, known) for size, known in _WRITING.items()})
+    return found * (sizes.layers / 24 if sizes.parameters < min(_WRITING) else 1)
 
 def _acting_seconds(sizes, plan, load):
-    "Estimate the seconds in which a rank's GPU writes its trajectories, and not before the longest is done."
+    "Estimate the seconds in which a rank's GPU writes its trajectories, and then goes on with the longest alone."
     each = load.tokens / load.length / plan.ranks                      # trajectories
     rows, tokens = max(1., min(each, load.at_once)), load.written * load.length
-    return max(each * tokens / rows * token_seconds(sizes, rows),
-               tokens * token_seconds(sizes, 1)) + load.pauses
+    return (each * tokens / rows * token_seconds(sizes, rows) + load.pauses
+            + max(0., load.longest - tokens) * token_seconds(sizes, 1))
 
 # %% ../nbs/machinery/04_estimate.ipynb #c025
 def forward_flops(sizes, tokens, length):
@@ -271,6 +273,7 @@ class Load:
     updates: int = 1   # of the weights, in an epoch
     again: float = 1.  # times that its tokens are read where contexts are edited, and each segment is a row
     written: float = 1.   # share of its tokens that the model writes
+    longest: int = 0      # tokens that its longest trajectory writes; 0: as many as the others
     at_once: int = 256    # trajectories that a rank plays at once, at most
     pauses: float = 0.    # seconds that a trajectory waits for its tools
 
@@ -282,19 +285,30 @@ def _update_seconds(sizes, plan, count):
     moved = plan.share * sizes.parameters / (plan.ranks if plan.stage else 1)
     return count * (2 if plan.critic or plan.twice else 1) * moved * _UPDATE[how] / 1e9
 
+_LAYER = .009, .0045    # seconds of a layer in a GPU's forward beside its products, with gradient and without
+
+def _forwards(plan, load):
+    "Count a rank's forwards in a step, with gradient and without, which are four times as large: (int, float)."
+    read, each = load.again * load.tokens / plan.ranks, max(1, plan.row_tokens)
+    return -(-read // each) * load.epochs, -(-read // (4 * each)) * load.reads
+
 def step_seconds(
     sizes,
     plan,
     load,
     tflops,          # 10¹² FLOPs a second of one rank, learning
-    acting=0.1,      # share of `tflops` that acting reaches
+    writing=.05,     # share of `tflops` that a processor reaches while it writes
 ):
-    """Estimate the seconds of a training step: dict of acting, reading, learning, updating and sending. A processor acts
-    at a share of its speed, and sends at once."""
+    """Estimate the seconds of a training step: dict of acting, reading, learning, updating and sending. A processor's
+    forwards are their products alone, and it sends at once."""
     one = forward_flops(sizes, load.tokens, load.length) / (plan.ranks * tflops * 1e12)
-    back = (4 if plan.checkpointing else 3) * (2 if plan.critic or plan.twice else 1)
-    return {'acting': one + _acting_seconds(sizes, plan, load) if plan.gpu else one / acting,
-            'reading': load.reads * load.again * one, 'learning': load.epochs * load.again * back * one,
+    losses = 2 if plan.critic or plan.twice else 1
+    back = (3 + plan.checkpointing - (plan.share < 1)) * losses                # additions alone get gradients
+    learns, reads = (n * own * sizes.layers * (plan.gpu and plan.row_tokens > 0)
+                     for n, own in zip(_forwards(plan, load), _LAYER))
+    acts = _acting_seconds(sizes, plan, load) + one if plan.gpu else one * (1 - load.written + load.written / writing)
+    return {'acting': acts, 'reading': load.reads * load.again * one + reads,
+            'learning': load.epochs * load.again * back * one + learns * losses,
             'updating': _update_seconds(sizes, plan, load.epochs * load.updates),
             'sending': _sending_seconds(sizes, plan, load) if plan.gpu else 0.}
 
@@ -314,8 +328,7 @@ def _sent_bytes(
     "Count the bytes that a rank sends in a step: dict of gradients, fetched weights, and what goes to the engine."
     n, models, whole = plan.ranks, 2 if plan.critic else 1, plan.width * sizes.parameters
     ring, stage, trained = (n - 1) / n, plan.stage or 0, models * plan.share * whole
-    read, each = load.again * load.tokens, n * max(1, plan.row_tokens)
-    forwards, reading = -(-read // each) * load.epochs, -(-read // (4 * each)) * load.reads    # four times as large
+    forwards, reading = _forwards(plan, load)
     adds = forwards if stage >= 2 else load.epochs * load.updates
     spread = load.epochs * load.updates * trained if stage < 3 else (2 * forwards * models + reading) * whole
     return {'gradients': ring * adds * trained, 'fetched weights': ring * spread,
@@ -450,9 +463,11 @@ def likely_load(
     lengths,  # list of tokens of trajectories that were played; none: half as long as they may be
 ):
     "What a step computes whose trajectories are as long as others were: `Load`."
+    longest = min(load.longest, round(load.written * max(lengths))) if lengths else load.longest
     lengths = lengths or [load.length / 2]
     squares, tokens = sum(n * n for n in lengths), sum(lengths)
-    return replace(load, tokens=round(load.tokens / load.length * tokens / len(lengths)), length=squares / tokens)
+    return replace(load, tokens=round(load.tokens / load.length * tokens / len(lengths)), length=squares / tokens,
+                   longest=longest)
 
 def describe_likely(
     sizes,

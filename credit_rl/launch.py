@@ -554,6 +554,9 @@ class _Hosts:
     def __init__(self, folder, count):
         self.folder, self.count, self.met, self._heard = folder, count, False, {}
         self.name = f'-{socket.gethostname()}-{os.getpid()}' if count > 1 else ''
+        # all are started again together, while some still read why
+        own = folder/'errors'/f'host{self.name}.json'
+        self.sitting = read_json(own)['sitting'] + 1 if count > 1 and own.exists() else 0
 
     def meet(self):
         "Note that ranks have started, and so that all hosts are there."
@@ -563,17 +566,20 @@ class _Hosts:
     def tell(self, why, sure):
         "Leave a last word; `sure` where the ends of others follow from it."
         (self.folder/'errors').mkdir(exist_ok=True)
-        word = json.dumps({'time': time.time(), 'host': socket.gethostname(), 'why': why, 'sure': sure})
+        word = json.dumps({'time': time.time(), 'host': socket.gethostname(), 'why': why, 'sure': sure,
+                           'sitting': self.sitting})
         atomic_write(self.folder/'errors'/f'host{self.name}.json', lambda part: part.write_text(word))
+
+    def _ended(self): return [word for word in _notes(self.folder, 'host') if word['sitting'] == self.sitting]
 
     def words(self, sure=False):
         "What launchers said at their end, the first first, or those that are `sure`: list of str."
-        return [f'{word["host"]}: {word["why"]}' for word in _notes(self.folder, 'host') if word['sure'] >= sure]
+        return [f'{word["host"]}: {word["why"]}' for word in self._ended() if word['sure'] >= sure]
 
     def lost(self, patience=_SILENCE):
         "Say which hosts fell silent without a last word: str, '' where none did."
-        silent, ended = _silent(self.folder, self._heard, patience, 'host'), self.folder/'errors'
-        gone = ', '.join(host for name, host in silent.items() if not (ended/f'{name}.json').exists())
+        silent, ended = _silent(self.folder, self._heard, patience, 'host'), {w['file'].stem for w in self._ended()}
+        gone = ', '.join(host for name, host in silent.items() if name not in ended)
         return f'{gone} was lost: its command was killed, or cannot be reached any more' * bool(gone)
 
     def trouble(self):
@@ -610,7 +616,7 @@ def launch(
     stamp = lambda: result.stat().st_mtime_ns if result.exists() else None
     before, hosts, begun = stamp(), _Hosts(folder, hosts), time.monotonic()
     over, file = lambda: stamp() not in (None, before), f'ranks{hosts.name}.log'
-    _clear(folder, hosts.name)
+    _clear(folder, hosts.name, hosts.sitting)
     try:
         with told_to_end(folder) if saves else _sigterm_interrupts() as asked:
             while True:
@@ -632,10 +638,12 @@ def launch(
     raise LaunchError(f'the run in {folder} ended without {result.name}: {why}')
 
 # %% ../nbs/machinery/03_launch.ipynb #s3xc
-def _clear(folder, name):
-    "Make the folder of a run that begins, without what an earlier sitting left; `name`: of this launcher, of several."
+def _clear(folder, name, again=0):
+    """Make the folder of a run that begins, without what an earlier sitting left; `name`: of this launcher, of several,
+    whose last words stay where they are started `again`."""
     folder.mkdir(parents=True, exist_ok=True)
-    shutil.rmtree(folder/'errors', ignore_errors=True)
+    for path in (folder/'errors').glob('rank-*') if again else (): path.unlink(missing_ok=True)
+    if not again: shutil.rmtree(folder/'errors', ignore_errors=True)
     if (folder/'errors').is_symlink(): (folder/'errors').unlink()           # it would lead elsewhere
     shutil.rmtree(folder/_BEATS, ignore_errors=True)
     (folder/_BEATS).mkdir(exist_ok=True)

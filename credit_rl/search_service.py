@@ -498,14 +498,16 @@ def read_corpus(
     if skipped: warnings.warn(f'skipped {len(skipped)} of {rows} rows; the first: {skipped[0]}', stacklevel=2)
 
 # %% ../nbs/machinery/16_search_service.ipynb #s6x7
-def _progress(passages, every=20., clock=time.monotonic):
-    "The passages of an iterable, as they come; says how many were read, about every so many seconds."
-    since, n = clock(), 0
+def _progress(passages, total=None, every=20., clock=time.monotonic):
+    """The passages of an iterable, as they come; says how many were read, about every so many seconds, and where their
+    number is known the hours that are left at the pace since it last spoke."""
+    since, n, before = clock(), 0, 0
     last = since
     for n, passage in enumerate(passages, 1):
-        if clock() - last >= every:
-            last = clock()
-            print(f'{n:,} passages read in {last - since:.0f} s', flush=True)
+        if (now := clock()) - last >= every:
+            left = f', {(total - n) / (n - before) * (now - last) / 3600:.1f} h left of {total:,}' if total else ''
+            print(f'{n:,} passages read in {now - since:.0f} s{left}', flush=True)
+            last, before = now, n
         yield passage
     if last > since: print(f'all {n:,} passages read: the index is being written', flush=True)
 
@@ -529,11 +531,13 @@ def build(arguments=None):  # list of str; None: the command line's
     try:
         cut = Cutting(given.by, given.words, given.overlap)
         if Path(given.folder).exists(): raise FileExistsError(f'{given.folder} is there already: choose another name')
-        passages = _progress(read_corpus(given.data, given.corpus, given.on_error, cut))
+        read = lambda: read_corpus(given.data, given.corpus, given.on_error, cut)
+        passages = _progress(read(), sum(1 for _ in read()) if given.dense else None)     # vectors take hours
         if given.dense: count = build_dense(passages, given.folder, given.dense, factory=given.factory)
         else: count = build_index(passages, given.folder)
     except (OSError, ValueError, ImportError) as e: parser.exit(1, f'credit-rl index: {error_line(e)}\n')
-    except KeyboardInterrupt: parser.exit(130, 'credit-rl index: interrupted; the same command begins anew\n')
+    except KeyboardInterrupt: parser.exit(130, 'credit-rl index: interrupted; the same command goes on with the vectors '
+                                                  'that are there, or with words begins anew\n')
     print(f'{count:,} passages in {given.folder}')
 
 # %% ../nbs/machinery/16_search_service.ipynb #c026

@@ -164,9 +164,8 @@ class Learning(SettingsGroup):
     loss: dict = setting({}, "other fields of Loss, e.g. {'clip_high': 0.28, 'entropy': 0.001}")
     recompute: bool = setting(False, "old log-probabilities by a forward of the learner instead of the engine's own; "
                                      "with engine='vllm' or ahead always")
-    ahead: int = setting(0, 'steps by which playing runs ahead of learning: 1 plays the rollouts of the next step, '
-                            'with the weights from before this one, while this one is learned from; wants correction',
-                         choices=(0, 1))
+    ahead: int = setting(0, 'steps by which playing runs ahead of learning: so many are played in a row with the same '
+                            'weights, while the ones before are learned from; wants correction', least=0)
 
     draw_version: int = setting(2, 'of what is drawn: a question that a step asks twice has other rollouts the second '
                                    'time; 1: the same ones twice, as in runs that were begun without this setting',
@@ -435,7 +434,7 @@ def check_engine(
     ValueError."""
     vllm = c.vllm
     if c.engine == 'hf' and (vllm or c.correction and not c.ahead):
-        raise ValueError("vllm and correction are settings of engine='vllm' (correction of ahead=1 too), but engine is "
+        raise ValueError("vllm and correction are settings of engine='vllm' (correction of ahead too), but engine is "
                          "'hf'")
     if c.correction:                                   # refuses what it does not take
         none = torch.zeros(1, 1)
@@ -468,16 +467,16 @@ def check_ahead(
     weights sampled, and a method that plays on with the engine. Raises ValueError."""
     if not c.ahead: return
     if c.engine == 'vllm' and not c.own_process:
-        raise ValueError("ahead=1 plays while the learner learns, but vLLM is in the learner's process: give "
+        raise ValueError(f"ahead={c.ahead} plays while the learner learns, but vLLM is in the learner's process: give "
                          'own_process: true among the settings of vllm')
     if level := c.vllm.get('sleep_level'):
-        raise ValueError(f'ahead=1 plays while the learner learns, so vLLM cannot sleep then, got sleep_level={level}: '
-                         'leave it at 0, and give vLLM devices of its own, or less memory by gpu_memory_utilization')
+        raise ValueError(f'ahead={c.ahead} plays while the learner learns, so vLLM cannot sleep then, got '
+                         f'sleep_level={level}: leave it at 0, and give vLLM devices of its own, or less memory by gpu_memory_utilization')
     if not c.correction:
-        raise ValueError("ahead=1 learns from what older weights sampled, but correction is None, and nothing would "
-                         "weigh it: give correction='truncated' or correction='masked'")
+        raise ValueError(f"ahead={c.ahead} learns from what older weights sampled, but correction is None, and nothing "
+                         "would weigh it: give correction='truncated' or correction='masked'")
     if plays := get_method(c.method).bind(c.options).needs.plays:
-        raise ValueError(f'{c.method} plays on {plays} times from every state, and with ahead=1 the engine is '
+        raise ValueError(f'{c.method} plays on {plays} times from every state, and with ahead={c.ahead} the engine is '
                          'busy with the next step by then: leave ahead at 0, or take another method')
 
 # %% ../nbs/5_run/61_settings.ipynb #c024

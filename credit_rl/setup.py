@@ -17,6 +17,7 @@ import torch
 from .benchmarks import get_benchmark, in_parts
 from .datasets import load_corpus, load_questions, subsample
 from .demonstrations import demonstrate_all, reach, write_message
+from .dense import Dense
 from .dry_run import complaints, missing_room, no_gpu, rank_tflops
 from .engine import HFEngine, seed_of
 from .environment import asked_protocol, is_searched, make_environment, open_search
@@ -579,10 +580,10 @@ def load_of(
                          [name for name in c.measure if not (name == 'entropy' and loss.entropy)])
     golds = _answer_tokens(c, method.bind(c.options))
     behind = sum(golds.values()) * _rows_of_context(c) / most               # read behind what is read anyway
-    rows = _forwards(c, loss)['rows']
+    rows, written = _forwards(c, loss)['rows'], min(most - (c.prompt_tokens or 0), c.max_turns * c.turn_tokens)
     return Load(c.questions_per_step * c.group_size * most, most, sum(reads.values()) + behind,
                 c.epochs, c.minibatches, rows if c.tree else min(rows, _ROWS),
-                1 - (c.prompt_tokens or 0) / most, c.act_rows, _SEARCH * (c.max_turns - 1))
+                written / most, written, c.act_rows, _SEARCH * (c.max_turns - 1) * (c.data != 'tiny'))
 
 _ROWS, _SEARCH = 4., .5     # times a trajectory's tokens that its rows are, where contexts are edited; seconds of a search
 
@@ -597,9 +598,12 @@ def forecast(
     likely = describe_likely(sizes, plan, load, tflops, c.steps, kept_lengths(c.run))
     ahead = [describe_ahead(seconds)] if c.ahead else []
     shared = [_sharing_line(sizes, c)] if c.tree else []
-    grace, several = _grace_lines(c, plan, sizes, load, tflops), plan.gpu and plan.ranks > 1
-    reckoned = ['seconds of several GPUs are reckoned: none was timed (62_setup)'] * several
-    return [*describe(sizes, plan, seconds, c.steps), likely, *grace, *ahead, *reckoned, taken, *shared]
+    grace, timed = _grace_lines(c, plan, sizes, load, tflops), plan.gpu and plan.stage is None and c.engine == 'hf'
+    reckoned = [] if timed else ['these seconds are reckoned: timed were steps of one GPU with the plain learner and '
+                                 "engine='hf' (62_setup)"]
+    read, save = (memory(sizes, plan)[name] / 2e9 for name in ('start', 'checkpoint'))
+    besides = f'besides, at 2 GB/s: {read:.3g} s to read models, {save:.3g} s at every evaluation, to save'
+    return [*describe(sizes, plan, seconds, c.steps), likely, besides, *grace, *ahead, *reckoned, taken, *shared]
 
 def _grace_lines(c, plan, sizes, load, tflops):
     "What is lost where several ranks that are told to end have no time to finish a step and save it: list of str."
@@ -660,7 +664,9 @@ def examine(
     wrong += lacks + absent
     if model != 'tiny' and (not absent or model in KNOWN_SIZES):
         for line in examiner.forecast(c): say(line)
-        wrong += missing_room(run, c.keep, c, examiner.weigh(c))
+        held = real[1].gpu_bytes * ranks_here(c.ranks, c.hostfile, c.hosts) if real and isinstance(real[1], Dense) else 0
+        if held: say(f'search: {held / 1e9:.3g} GB of vectors on the GPUs of this host, a copy for each rank')
+        wrong += missing_room(run, c.keep, c, {**examiner.weigh(c), 'search': held / max(1, torch.cuda.device_count())})
         notes = no_gpu(c, model)
         if not Path(model).exists(): notes.append(f'{model} is a name on the hub: its weights were not looked at')
         for line in notes: say(line)

@@ -6,7 +6,7 @@
 __all__ = ['SavedPieces', 'DeepSpeedBackend']
 
 # %% ../nbs/machinery/53_sharded.ipynb #s002
-import contextlib, math, os, sys, warnings
+import contextlib, ctypes, math, mmap, os, sys, warnings
 from dataclasses import replace
 import torch
 from .engine import attention_window, check_numbers
@@ -47,6 +47,13 @@ def _piece_of(folder):
     file = zero.get_optim_files(os.path.join(folder, 'deepspeed'))[0]
     with only_data(folder): saved = torch.load(file, map_location='cpu', mmap=True)
     return saved['optimizer_state_dict']['base_optimizer_state']
+
+def _give_back(read):
+    "Let the system have the pages of a mapped tensor, whole ones; they are read again where somebody asks."
+    first, end = (-(-read.data_ptr() // mmap.PAGESIZE), (read.data_ptr() + read.nbytes) // mmap.PAGESIZE)
+    if hasattr(mmap, 'MADV_DONTNEED') and end > first:
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(first * mmap.PAGESIZE),
+                                  ctypes.c_size_t((end - first) * mmap.PAGESIZE), mmap.MADV_DONTNEED)
 
 class SavedPieces:
     """What ranks of whatever number wrote: weights in float32 and AdamW's averages, of which slices are copied out of the
@@ -99,7 +106,10 @@ class SavedPieces:
             count = min(len(out) - done, size - at)
             held = self._flats[rank][group] if key is None else self._states[rank].get(group, {}).get(key)
             part = out[done:done + count]
-            part.zero_() if held is None else part.copy_(held[base + at:base + at + count])
+            if held is None: part.zero_()
+            else:
+                part.copy_(read := held[base + at:base + at + count])
+                _give_back(read)
             done += count
 
 # %% ../nbs/machinery/53_sharded.ipynb #s53head2
@@ -369,9 +379,16 @@ class DeepSpeedBackend:
             counted = saved.steps(names[id(group[0])])
             self.adamw.state[flat] = {key: torch.tensor(n, device=flat.device) for key, n in counted.items()} | {
                 key: held[key] for key in saved.averages}
-        if self.stage < 3: zero.update_lp_params()
+        if self.stage < 3: self._send(zero)
         else: self._narrow(zero)
         return saved.state
+
+    def _send(self, zero):
+        "Make the weights of all ranks what float32 says on each, a piece at a time, where a collective would copy them."
+        for parts, flat in zip(zero.parallel_partitioned_bit16_groups, zero.single_partition_of_fp32_groups):
+            parts[self.rank].data.copy_(flat.data)
+            for owner, part in enumerate(parts):
+                for piece in part.data.split(2 ** 24): torch.distributed.broadcast(piece, owner)
 
     def _narrow(self, zero):
         "Make a rank's pieces of the weights, and the small weights that stage 3 keeps whole, what float32 says."

@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['AHEAD_FILE', 'MAY_CHANGE', 'train_step', 'Run', 'Actor', 'play_step', 'Look', 'keep_rollouts', 'correct_credit',
-           'AheadBatch', 'staleness', 'write_ahead', 'read_ahead', 'CalledOff', 'play_ahead', 'Replay', 'write_memory',
-           'read_memory', 'note_params', 'check_same_params', 'finished', 'SilentLog', 'saving', 'begin_run',
-           'judge_hashes', 'train', 'held', 'main', 'end_interrupted']
+           'AheadBatch', 'AheadQueue', 'staleness', 'write_ahead', 'read_ahead', 'CalledOff', 'play_ahead', 'Replay',
+           'write_memory', 'read_memory', 'note_params', 'check_same_params', 'finished', 'SilentLog', 'saving',
+           'begin_run', 'judge_hashes', 'train', 'held', 'main', 'end_interrupted']
 
 # %% ../nbs/5_run/63_train.ipynb #c002
 import contextlib, copy, dataclasses, gzip, json, math, re, shutil, signal, sys, threading, time
@@ -56,12 +56,12 @@ def train_step(
 ):
     "Take one training step. Returns its metrics; rollouts and clocks go to the run's log."
     c, method, look = run.config, run.method.at_step(run.memory['method']), run.look(step)
-    ahead, since = run.ahead if run.ahead and run.ahead.step == step else None, time.monotonic()
+    ahead, since = run.ahead.take(run, step), time.monotonic()
     before = _service_counts(method)
-    groups, rewards = play_step(run.actor, method, step, ahead)
+    groups, rewards = play_step(run.actor, method, step, ahead, lambda: run.ahead.settle(run))
     asked = _asked_since(before, method, run.ranks)
     if time.monotonic() - since > 20: run.say(f'step {step}: {len(groups)} questions played, now they teach')
-    with play_ahead(run, step + 1):                     # the engine is done, and a run that is ahead lets it go on
+    with play_ahead(run, step):                         # the engine is done, and a run that is ahead lets it go on
         metrics = describe_rollouts(groups, rewards, run.tiers) | asked | {'drift': mean_drift(run.setup.chat, groups)}
         if c.ahead: metrics['stale'] = staleness(ahead, groups, run.learner.updates)
         rng = _keep_generator(c.seed, step)
@@ -78,7 +78,8 @@ def train_step(
             update = run.learner.step(batch.layout, batch.seen, credit)
             if run.replay: update |= run.replay.teach(run.learner, step, run.prefix, c.tree)
         run.learner.tick(step)
-    with run.log.timed('load'): hand_over(run.learner, run.engine, c.engine, c.lora, run.ranks)
+    if not c.ahead:
+        with run.log.timed('load'): run.hand_over()
     run.memory['method'] = method.move(run.memory['method'], batch)
     keep_rollouts(run.log, step, batch, c.log_rollouts, c.log_steps, run.setup.chat)
     if look.left_out: metrics['golds_left_out'] = look.left_out
@@ -98,12 +99,12 @@ class Run:
     ranks: Ranks = Ranks()
     say: object = print   # function called with lines of text
     memory: dict = field(default_factory=dict)   # JSON values, kept in checkpoints
-    ahead: object = None                         # AheadBatch: rollouts of the next step, kept in checkpoints too
+    ahead: object = None                         # AheadQueue, kept in checkpoints too
 
     def __post_init__(self):
         c, from_warmup = self.config, self.config.critic_from
         self.actor = Actor(self.engine, self.setup, c.sampling, c.questions_per_step, c.group_size, c.seed, self.ranks,
-                           self.log, self.say, bool(c.ahead), c.draw_version)
+                           self.log, self.say, c.ahead > 0, c.draw_version)
         self.gap = c.gap if c.engine != 'hf' or c.ahead else None      # None: the learner's own model acts, in step
         self.method = bound_method(c, self.setup.chat, self.learner.loss, self.setup.environments['train'].max_turns)
         self.metric = get_regime(c.regime).metric if c.regime else self.method.metric
@@ -120,7 +121,7 @@ class Run:
         self.replay = Replay(*forced_rollouts(from_warmup), count, self.metric, c.seed) if count else None
         self.answers = _AnswerCheck(c.unanswered, self.method.services, self.say)
         start = {'best': -1., 'best_step': 0, 'rates': [], 'base': None, 'method': self.method.begin()}
-        self.memory = start | self.memory
+        self.memory, self.ahead = start | self.memory, AheadQueue(c.ahead)
 
     @property
     def gated(self):
@@ -137,22 +138,34 @@ class Run:
 
     def evaluate(self, part):
         "Play the 'dev' or 'test' questions greedily: (means, groups)."
+        self.settle()
         groups = self.actor.evaluate(part)
         return score_groups(groups, self.metric), groups
 
     def restore(self, path):
         "Go back to a checkpoint. Raises ValueError on one that keeps its method's state in another form."
         self.learner.restore(path)
-        self.memory, self.ahead = read_memory(path)
+        self.memory, self.ahead.batches = read_memory(path)
+        self.hand_over()
+
+    def hand_over(self):
+        "Give the engine the learner's weights."
         hand_over(self.learner, self.engine, self.config.engine, self.config.lora, self.ranks)
+
+    def settle(self):
+        "Wait for what is played ahead; then the engine gets the learner's weights, where it has older ones."
+        if self.ahead.playing:
+            self.ahead.settle(self)
+            self.hand_over()
 
     def checkpoint(self, step, name=None):
         "Save learner and memory atomically: all ranks write into the folder that the first one makes."
+        self.settle()
         def write(folder):
             with saving(self.log.folder/'checkpoints'/f'step-{step:06d}'):
                 self.learner.save(self.ranks.once(lambda: str(folder)))
                 self.ranks.wait()
-                if self.ranks.first: write_memory(folder, self.memory, self.ahead)
+                if self.ranks.first: write_memory(folder, self.memory, self.ahead.batches)
         with self.log.timed('checkpoint'):
             if self.ranks.first:
                 save_checkpoint(self.log.folder, step, write, self.config.keep, name, self.learner.lighten)
@@ -162,11 +175,12 @@ class Run:
         """Let an engine act that slept while the learner was made, with the weights that it began with, or the
         learner's where it forgot them."""
         if self.config.engine == 'hf': return
-        if self.engine.hollow: hand_over(self.learner, self.engine, self.config.engine, self.config.lora, self.ranks)
+        if self.engine.hollow: self.hand_over()
         else: self.engine.wake()
 
     def close(self):
         "Stop an engine that is a program of its own, and let others write the run's folder."
+        self.ahead.stop()
         try:
             if self.config.engine != 'hf': self.engine.close()
         finally: self.log.close()
@@ -218,7 +232,7 @@ class Actor:
     ranks: Ranks
     log: object               # its clock
     say: object = print       # function called with lines of text
-    ahead: bool = False       # whether a step is played while the one before is learned from
+    ahead: bool = False       # whether steps are played while one before is learned from
     draw_version: int = 2
 
     def round(self, step, again=0):
@@ -307,6 +321,7 @@ def play_step(
     method,      # Method of the step
     step,        # 1, 2, …
     ahead=None,  # AheadBatch of this step, where it was played ahead
+    settle=lambda: None,  # function that waits until the engine is free
 ):
     """Play a step's questions, dealt out over the ranks, as far as they were not played ahead: groups, and what their
     text earned. A sampling that wants more groups than it finds worth an update gets another round, up to its limit."""
@@ -314,6 +329,7 @@ def play_step(
     for again in range(rounds := method.needs.rounds):
         questions, play = actor.round(step, again)
         if again or not groups:
+            settle()
             with actor.log.timed('rollout'), _asking(method, ranks.first) as each:
                 groups += ranks.each(questions, lambda share: play(share, each=each))
         rewards = ranks.once(lambda: method.text_rewards(groups))       # a judge may say something else the next time
@@ -459,10 +475,34 @@ AHEAD_FILE = 'played.jsonl.gz'   # in a checkpoint of a run that is ahead
 
 @dataclass(frozen=True)
 class AheadBatch:
-    "Rollouts of a step that were played while the one before was learned from."
+    "Rollouts of a step that were played while one before was learned from."
     step: int
-    updates: int   # that the learner had taken when they were sampled
+    updates: int   # that the learner had taken when the engine got the weights that sampled them
     groups: list   # of Group
+
+@dataclass
+class AheadQueue:
+    "The steps that a run has played before their turn, or is playing."
+    most: int = 0                                   # steps by which playing may be ahead; 0: it is not
+    batches: list = field(default_factory=list)     # of AheadBatch, in the order of their steps
+    playing: deque = field(default_factory=deque)   # the next ones: step, updates, questions, Future of a share
+    stop: object = field(default=lambda: None, compare=False)   # function that ends the thread that plays
+
+    def take(self, run, step):
+        "The next batch, if it is that of a step: `AheadBatch` or None. Waits for one that is being played."
+        if self.playing and not self.batches: self._gather(run)
+        return self.batches.pop(0) if self.batches and self.batches[0].step == step else None
+
+    def settle(self, run):
+        "Wait for all that is being played."
+        while self.playing: self._gather(run)
+
+    def _gather(self, run):
+        step, updates, questions, played = self.playing.popleft()
+        with run.log.timed('rollout'): played.exception()
+        groups = run.ranks.each(questions, lambda mine: played.result())        # here: a thread may not
+        self.batches.append(AheadBatch(step, updates, groups))
+        if not self.playing: self.stop()
 
 def staleness(
     ahead,    # AheadBatch of a step; None: nothing was played ahead
@@ -472,50 +512,62 @@ def staleness(
     "How old a step's batch is: updates that the learner has taken since, mean over groups."
     return (updates - ahead.updates) * len(ahead.groups) / len(groups) if ahead else 0
 
-def write_ahead(path, ahead):
-    "Write rollouts that were played ahead: a line of what they are, then a line for each group."
+def write_ahead(path, batches):
+    "Write rollouts that were played ahead: of each AheadBatch a line of what it is, then a line for each group."
     with gzip.open(path, 'wt', encoding='utf-8', compresslevel=1) as file:
-        for row in ({'step': ahead.step, 'updates': ahead.updates}, *map(to_json, ahead.groups)):
-            file.write(json.dumps(row) + '\n')
+        for b in batches:
+            for row in ({'step': b.step, 'updates': b.updates}, *map(to_json, b.groups)):
+                file.write(json.dumps(row) + '\n')
 
 def read_ahead(path):
-    "Read them: `AheadBatch`, None where there is no such file. Raises ValueError on one that is damaged."
-    if not Path(path).exists(): return None
+    "Read them: list of AheadBatch, [] where there is no such file. Raises ValueError on one that is damaged."
+    if not Path(path).exists(): return []
+    batches = []
     with BoundedGzip.whole(path, 'remove its checkpoint, and resume=True goes on from the one before') as file:
-        about, *rows = (json.loads(line) for line in file)
-    return AheadBatch(**about, groups=[group_from_json(row) for row in rows])
+        for row in map(json.loads, file):
+            if 'updates' in row: batches.append(AheadBatch(**row, groups=[]))
+            else: batches[-1].groups.append(group_from_json(row))
+    return batches
+
 
 # %% ../nbs/5_run/63_train.ipynb #ah633
 class CalledOff(Exception): "Nobody waits any more for what is being played."
 
 @contextlib.contextmanager
 def play_ahead(run, step):
-    """Let a run that is ahead play a step while the block learns from the one before, with the weights that the engine
-    has, in a thread that drives the engine; then wait for it and keep the groups in `run.ahead`. Where the block
-    fails, the play is called off at the next trajectory's end. Of a run in step it does nothing."""
-    if not run.actor.ahead:
+    """Let a run that is ahead play on while the block learns from a step: where nothing is left in its queue, the next
+    steps, with the weights that the engine has, in a thread that drives the engine. Before the queue's last step is
+    taken, it is waited for, and the engine gets the learner's weights. Where the block fails, the play is called off at
+    the next trajectory's end. Of a run in step it does nothing."""
+    queue, over = run.ahead, threading.Event()
+    if not queue.most:
         yield
         return
-    (questions, play), over, updates = run.actor.round(step), threading.Event(), run.learner.updates
     def off():
         if over.is_set(): raise CalledOff
-    def play_mine():
+    def play_mine(questions, play):
         if not (mine := run.ranks.share(questions)): return []
         with run.log.timed('ahead'): groups = play(mine, off)
         # a judge keeps its replies, so that it can answer now, while the learner learns; for several ranks later
-        if run.ranks.count == 1 and any(isinstance(s, Judge) for s in run.method.services):
+        if run.ranks.count == queue.most == 1 and any(isinstance(s, Judge) for s in run.method.services):
             run.method.text_rewards(groups)
         return groups
-    with ThreadPoolExecutor(1, 'ahead') as pool:
-        playing = pool.submit(play_mine)
-        try:
-            yield
-            with run.log.timed('rollout'): playing.exception()                 # what is left of it when all is learned
-        except BaseException:
-            over.set()
-            raise
-        groups = run.ranks.each(questions, lambda mine: playing.result())   # gathered here: a thread may not
-    run.ahead = AheadBatch(step, updates, groups)
+    if not (queue.batches or queue.playing):
+        pool = ThreadPoolExecutor(1, 'ahead')
+        for later in range(step + 1, step + 1 + queue.most):
+            questions, play = run.actor.round(later)
+            queue.playing.append((later, run.learner.updates, questions, pool.submit(play_mine, questions, play)))
+        queue.stop = lambda: (over.set(), pool.shutdown(cancel_futures=True))
+    try:
+        yield
+        if len(queue.playing) + len(queue.batches) <= 1:
+            queue.settle(run)
+            with run.log.timed('load'): run.hand_over()
+    except BaseException:
+        queue.stop()
+        queue.playing.clear()
+        raise
+
 
 # %% ../nbs/5_run/63_train.ipynb #a5dc15f2
 def _gate_metrics(run):
@@ -549,13 +601,13 @@ class Replay:
         return {'replay_loss': log.get('value_loss', math.nan)}
 
 # %% ../nbs/5_run/63_train.ipynb #t6310
-def write_memory(folder, memory, ahead=None):
-    "Write what a checkpoint holds beside the learner: a run's memory and AheadBatch."
+def write_memory(folder, memory, ahead=()):
+    "Write what a checkpoint holds beside the learner: a run's memory, and a list of AheadBatch."
     (Path(folder)/'memory.json').write_text(json.dumps(memory))
     if ahead: write_ahead(Path(folder)/AHEAD_FILE, ahead)
 
 def read_memory(path):
-    "Read both of a checkpoint: (dict, AheadBatch or None). Raises ValueError on what is damaged, or of another form."
+    "Read both of a checkpoint: (dict, list of AheadBatch). Raises ValueError on what is damaged, or of another form."
     try: memory = read_json(Path(path)/'memory.json')
     except (ValueError, FileNotFoundError) as e:
         raise ValueError(f'{e}: restore it, or remove {path}, and resume=True goes on from the one before') from e
@@ -789,7 +841,7 @@ def _finish(run):
     final, done = last, len(run.memory['rates'])
     if step != done:
         run.learner.restore_policy(path)
-        hand_over(run.learner, run.engine, run.config.engine, run.config.lora, run.ranks)
+        run.hand_over()
         final, groups = run.evaluate('test')
     _keep_examples(run.log, done + 1, groups, 'after')
     c, top, base = run.config, run.setup.ceiling, run.memory['base']

@@ -18,12 +18,13 @@ gpus=${SLURM_GPUS_ON_NODE:-8}
 # where hosts have several networks, name the one that they reach each other by:
 # export GLOO_SOCKET_IFNAME=ib0 NCCL_SOCKET_IFNAME=ib0
 
+# restarts: ranks of which one died are started again from the last checkpoint.
 # resume=true: a requeued job goes on from its last checkpoint, also on another number of hosts.
 # corpus: localhost would be another host on each; here the search server runs on the first one.
 code=0
 srun --ntasks-per-node=1 --kill-on-bad-exit=0 \
     credit-rl train --params runs/params/tspo_qwen2.5_7b.yaml \
-    hosts="$SLURM_NNODES" endpoint="$head:29500" ranks=$((SLURM_NNODES * gpus)) resume=true \
+    hosts="$SLURM_NNODES" endpoint="$head:29500" ranks=$((SLURM_NNODES * gpus)) resume=true restarts=3 \
     run=runs/tspo_qwen2.5_7b_hosts corpus="http://$head:8000" "$@" || code=$?
 
 # 138 and 143: it was told to end by USR1 or TERM, and saved; the same job goes on when there is room

@@ -94,11 +94,11 @@ def test_the_doors(tmp_path, monkeypatch):
                 Dense(CORPUS, letters if name == 'faiss' else 'any')
 
 
-def test_an_index_that_is_trained_keeps_all(tmp_path):
+def test_an_index_that_is_trained_keeps_all():
     vectors = unit_vectors(lambda t: np.random.default_rng(0).normal(size=(len(t), 8)), ['x'] * 600)
     parts = [vectors[i:i + 50] for i in range(0, 600, 50)]
-    index = fill_index(parts, 'IVF4,Flat', train=200, folder=tmp_path)
-    assert index.is_trained and index.ntotal == 600 and not list(tmp_path.iterdir())     # what waited is gone
+    index = fill_index(parts, 'IVF4,Flat', train=200)
+    assert index.is_trained and index.ntotal == 600
     assert fill_index(parts[:3], 'IVF2,Flat', train=10 ** 6).ntotal == 150     # fewer than it would be trained on
     index.nprobe = 4                                                          # all of its parts: exact
     assert np.array_equal(index.search(vectors[:50], 1)[1][:, 0], np.arange(50))
@@ -128,7 +128,7 @@ def test_so_many_vectors_are_drawn_as_the_parts_need(monkeypatch):
     "By hand: 3,000 parts want 39 for each, which is more than 100,000."
     asked = []
     monkeypatch.setattr(dense, '_train', lambda index, factory, vectors, most: asked.append(most) or index.train(
-        np.asarray(vectors, np.float32)))
+        np.concatenate(vectors)))
     fill_index([ordered(2, 50)], 'IVF3,Flat')
     monkeypatch.setattr(dense, '_parts', lambda index: 3000)
     fill_index([ordered(2, 50)], 'IVF3,Flat')
@@ -218,6 +218,7 @@ def test_on_gpus_a_copy_of_the_index_is_searched(tmp_path, monkeypatch):
     monkeypatch.setattr(faiss, 'GpuMultipleClonerOptions', lambda: SimpleNamespace(), raising=False)
     monkeypatch.setattr(faiss, 'index_cpu_to_all_gpus', to_gpus, raising=False)
     there = open_index_with(tmp_path / 'index', vectors, DenseSearch(gpu=True, nprobe=5))
+    assert (there.gpu_bytes, plain.gpu_bytes) == (200 * 24 * 2, 0)                # 16 bits a number
     assert copied == [(True, True, 5)] and there.searched is not there.index and there.about()['gpu']
     there.index = None                                                             # the copy alone is asked
     ask = [str(i) for i in range(0, 200, 10)]
@@ -267,6 +268,28 @@ def test_a_kept_index_is_memory_mapped_and_refuses_other_passages_and_models(tmp
         build_dense([*CORPUS, CORPUS[0]], tmp_path / 'twice', letters)
     with pytest.raises(ValueError, match='empty'): build_dense([], tmp_path / 'none', letters)
     assert {p.name for p in tmp_path.iterdir()} == {'saved', 'built'}
+
+
+@pytest.mark.parametrize('factory', ['Flat', 'IVF2,SQfp16'])
+def test_an_interrupted_index_goes_on_from_the_vectors_that_were_made(tmp_path, monkeypatch, factory):
+    read = []
+    def loaded(model):
+        def encode(texts):
+            read.extend(texts)
+            if len(read) == 7: raise KeyboardInterrupt                  # in the fourth block of two
+            return letters(texts)
+        return encode
+    monkeypatch.setattr(dense, 'load_encoder', loaded)
+    corpus = [Passage(str(i), '', 'abcdefg'[i % 7] * (i + 1)) for i in range(7)]
+    make = lambda name, passages=corpus: build_dense(iter(passages), tmp_path / name, 'm', factory=factory, block=2)
+    with pytest.raises(KeyboardInterrupt): make('index')
+    assert [p.name for p in tmp_path.iterdir()] == ['.index.vectors'] and len([*tmp_path.rglob('*.npy')]) == 3
+    read.clear()
+    assert make('index', [Passage('new', '', 'x'), *corpus[1:]]) == 7 and len(read) == 3       # and a block that changed
+    read.append('')
+    assert make('whole', [Passage('new', '', 'x'), *corpus[1:]]) == 7
+    ask = lambda name: Dense.load(tmp_path / name, model=letters).search(['ab', 'cd', 'x'], 3)
+    assert ask('index') == ask('whole') and {p.name for p in tmp_path.iterdir()} == {'index', 'whole'}
 
 
 def test_a_model_is_named_in_the_index_and_found_again(model, tmp_path, capsys):

@@ -61,7 +61,7 @@ def test_each_step_is_played_by_the_weights_before_the_one_it_was_played_in(begu
         weights.append(copy.deepcopy(begun.setup.model))                # after step - 1
         metrics = train_step(begun, step)
         assert metrics['stale'] == (0 if step == 1 else 2)              # updates of one step: two mini-batches
-        played.append(begun.ahead)
+        played += begun.ahead.batches
     assert [p.step for p in played] == [2, 3, 4] and begun.learner.updates == 6
     assert max((a - b).abs().max() for a, b in zip(weights[0].parameters(), weights[2].parameters())) > 1e-4
     for model, p in zip(weights, played):
@@ -73,9 +73,11 @@ def test_each_step_is_played_by_the_weights_before_the_one_it_was_played_in(begu
         assert ids(again) == ids(p.groups)
 
 
-def test_a_policy_that_stands_still_is_the_same_in_step_and_ahead(tmp_path):
-    "The same questions and seeds: with weights that do not move both play the same games."
-    still = {**AHEAD, 'learning_rate': 1e-12, 'log_steps': 500, 'log_rollouts': 4}
+@pytest.mark.parametrize('steps, stale', [(1, [0, 2, 2, 2]), (2, [0, 2, 4, 2])])
+def test_a_policy_that_stands_still_is_the_same_in_step_and_ahead(tmp_path, steps, stale):
+    """The same questions and seeds: with weights that do not move both play the same games. Two steps ahead, steps 2 and 3
+    are played in a row by the base, and 4 and 5 by what step 2 made of it; two updates a step."""
+    still = {**AHEAD, 'ahead': steps, 'learning_rate': 1e-12, 'log_steps': 500, 'log_rollouts': 4}
     train({**still, 'run': str(tmp_path / 'ahead')}, say=quiet)
     train({**still, 'ahead': 0, 'correction': None, 'run': str(tmp_path / 'step')}, say=quiet)
     said = [[[t['action_ids'] for t in row['trajectory']['turns']] for row in read_turns(tmp_path / name)]
@@ -83,11 +85,12 @@ def test_a_policy_that_stands_still_is_the_same_in_step_and_ahead(tmp_path):
     assert said[0] == said[1] and len(said[0]) > 64
     table, other = (read_metrics(tmp_path / name)[1:] for name in ('ahead', 'step'))
     assert table.reward.equals(other.reward) and table.logp_gap_max.lt(1e-4).all()
-    assert table.stale.tolist() == [0, 2, 2, 2] and table.sampler_weight.sub(1).abs().lt(1e-4).all()
+    assert table.stale.tolist() == stale and table.sampler_weight.sub(1).abs().lt(1e-4).all()
 
 
 @pytest.mark.parametrize('method, more', [
-    ('tips', {'teacher_every': 2}), ('igpo', {}), ('dapo', {'options': {'draws': 3}}), ('vspo', {}), ('carl-like', {})])
+    ('tips', {'teacher_every': 2}), ('dapo', {'options': {'draws': 3}}), ('carl-like', {}),
+    *(pytest.param(name, {}, marks=pytest.mark.nightly) for name in ('igpo', 'vspo'))])
 def test_methods_that_need_the_learner_between(tmp_path, method, more):
     """Potentials by a teacher that is renewed, belief, rounds that are drawn again, and a measured belief: the first
     step is that of a run in step, the others' rollouts are older by two updates, and a run that draws again repeats
@@ -113,14 +116,16 @@ def test_the_same_settings_give_the_same_run(ahead, tmp_path):
     assert read_metrics(ahead).stale.dropna().tolist() == [0, 2, 2, 2]
 
 
-@pytest.mark.parametrize('death', ['in the middle of the rollouts of step 1',
-                                   'in the middle of the metrics of step 2, before its checkpoint',
-                                   'in the middle of the last rollouts', 'while the next step is played'])
-def test_a_killed_run_ends_as_if_it_had_not_been(ahead, tmp_path, death):
-    settings = {**AHEAD, 'run': str(tmp_path / 'killed')}
+@pytest.mark.parametrize('steps, death', [
+    (1, 'in the middle of the rollouts of step 1'), (1, 'while the next step is played'),
+    (3, 'in the middle of the metrics of step 2, before its checkpoint'), (3, 'in the middle of the last rollouts')])
+def test_a_killed_run_ends_as_if_it_had_not_been(ahead, tmp_path, steps, death):
+    "Three steps ahead, the checkpoint after step 2 holds steps 3 and 4."
+    settings, whole = {**AHEAD, 'ahead': steps, 'run': str(tmp_path / 'killed')}, ahead
+    if steps > 1: whole = train({**settings, 'run': str(tmp_path / 'whole')}, say=quiet)
     assert death in DEATHS and sit(settings, death=death) < 0
     assert sit({**settings, 'resume': True}) == 0
-    assert_same(ahead, tmp_path / 'killed')
+    assert_same(whole, tmp_path / 'killed')
 
 
 def test_more_steps_go_on_from_where_a_run_ended(ahead, tmp_path):
@@ -128,7 +133,7 @@ def test_more_steps_go_on_from_where_a_run_ended(ahead, tmp_path):
     settings = {**AHEAD, 'run': str(tmp_path / 'longer')}
     assert sit({**settings, 'steps': 2}) == 0
     path = latest_checkpoint(tmp_path / 'longer')[1] / training.AHEAD_FILE
-    assert training.read_ahead(path).step == 3
+    assert [b.step for b in training.read_ahead(path)] == [3]
     assert sit({**settings, 'resume': True}) == 0
     assert_same(ahead, tmp_path / 'longer')
     with pytest.raises(ValueError, match='before'):
@@ -137,11 +142,12 @@ def test_more_steps_go_on_from_where_a_run_ended(ahead, tmp_path):
 
 def test_rollouts_played_ahead_are_kept_to_the_last_digit(begun, tmp_path):
     train_step(begun, 1)
-    training.write_ahead(tmp_path / 'played', begun.ahead)
-    read = training.read_ahead(tmp_path / 'played')
-    assert read == begun.ahead and ids(read.groups) == ids(begun.ahead.groups)
-    assert [g.question.meta for g in read.groups] == [g.question.meta for g in begun.ahead.groups]
-    assert training.read_ahead(tmp_path / 'nothing') is None
+    (batch,) = begun.ahead.batches
+    training.write_ahead(tmp_path / 'played', [batch, training.AheadBatch(3, 5, batch.groups[:1])])
+    read, other = training.read_ahead(tmp_path / 'played')
+    assert read == batch and ids(read.groups) == ids(batch.groups) and len(other.groups) == 1
+    assert [g.question.meta for g in read.groups] == [g.question.meta for g in batch.groups]
+    assert training.read_ahead(tmp_path / 'nothing') == []
     (tmp_path / 'played').write_bytes((tmp_path / 'played').read_bytes()[:-40])
     with pytest.raises(ValueError, match='resume=True'):
         training.read_ahead(tmp_path / 'played')
@@ -200,7 +206,7 @@ def test_where_learning_fails_the_play_is_called_off(begun, monkeypatch):
     monkeypatch.setattr(begun.learner, 'step', fails)
     monkeypatch.setattr(begun.log, 'bad_step', kept)
     with pytest.raises(BadStep, match='step'): train_step(begun, 1)
-    assert not alive() and sum(ended) < 16 and begun.ahead is None
+    assert not alive() and sum(ended) < 16 and begun.ahead == training.AheadQueue(1)
 
 
 def test_where_the_engine_fails_the_step_does(begun, monkeypatch):
@@ -215,7 +221,6 @@ REFUSED = {
     'a learner in the way': (dict(engine='vllm', vllm={}), 'give own_process: true among the settings of vllm'),
     'an engine that sleeps': (dict(engine='vllm', vllm={'own_process': True, 'sleep_level': 1}), 'leave it at 0'),
     'playing on': (dict(method='vine'), 'vine plays on [0-9]+ times from every state, .* leave ahead at 0'),
-    'two steps': (dict(ahead=2), 'ahead must be one of 0, 1, got 2'),
     'weights in step': (dict(ahead=0), "vllm and correction are settings of engine='vllm'"),
     'no such weights': (dict(correction='trunkated'), "kind must be 'truncated' or 'masked', got 'trunkated'"),
     'limits the wrong way': (dict(limits=[.5, 2.]), "low=0.5 is for kind='masked'"),
@@ -269,5 +274,5 @@ def test_two_ranks_play_ahead_each_its_share(tmp_path):
     one, two = (read_metrics(tmp_path / name).grad_norm.dropna().tolist() for name in ('one', 'two'))
     assert two == pytest.approx(one, rel=1e-4) and len(one) == 3
     assert read_metrics(tmp_path / 'two').stale.dropna().tolist() == [0, 2, 2]
-    played = training.read_ahead(latest_checkpoint(tmp_path / 'two')[1] / training.AHEAD_FILE)
+    (played,) = training.read_ahead(latest_checkpoint(tmp_path / 'two')[1] / training.AHEAD_FILE)
     assert (played.step, played.updates) == (4, 4)

@@ -35,8 +35,8 @@ from credit_rl.sharded import DeepSpeedBackend
 from credit_rl.trajectory import Group, Question, Stop, Trajectory, Turn
 
 VOCABULARY, ROWS = 8192, 2         # words; rows of each rank
-SHAPES = {15: (320, 9, 1120, 384), 60: (640, 10, 2240, 256), 150: (896, 14, 3136, 128)}   # width, layers, feed-forward;
-                                                                                          # tokens of a row
+# width, layers, feed-forward; tokens of a row
+SHAPES = {15: (320, 9, 1120, 384), 60: (640, 10, 2240, 256), 120: (896, 11, 3136, 128), 150: (896, 14, 3136, 128)}
 ALL = ('plain', '0', '1', '2', '3')
 
 
@@ -141,7 +141,7 @@ def predict(size, how):
 
 if __name__ == '__main__':
     parser = argparse.ArgumentParser(description=__doc__.split('\n')[0])
-    parser.add_argument('sizes', nargs='*', type=int, default=list(SHAPES), help='millions of parameters')
+    parser.add_argument('sizes', nargs='*', type=int, default=[15, 60, 150], help='millions of parameters')
     parser.add_argument('--how', nargs='+', choices=ALL, default=ALL, help='plain PyTorch, and ZeRO stages')
     parser.add_argument('--json', help='file that gets all numbers')
     given, rows = parser.parse_args(), []

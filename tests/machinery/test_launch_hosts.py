@@ -201,17 +201,21 @@ def test_one_rank_leaves_nothing_in_its_folder(tmp_path):
 
 @pytest.fixture(scope='module')
 def killed(tmp_path_factory):
-    "A run of two hosts, one of whose ranks is killed after its second step: its folder, and what both said."
+    """A run of two hosts, one of whose ranks is killed after its first step; all are started again, and it is killed once
+    more: the folder, and what both said."""
     place, started = tmp_path_factory.mktemp('hosts'), []
-    settings = {**SHORT, 'run': str(place / 'run'), 'ranks': 2, 'hosts': 2, 'endpoint': free_endpoint()}
+    settings = {**SHORT, 'run': str(place / 'run'), 'ranks': 2, 'hosts': 2, 'endpoint': free_endpoint(),
+                'restarts': 1}
     try:
         for _ in range(2):
             started.append(Command('credit_rl.train', *(f'{k}={json.dumps(v)}' for k, v in settings.items())))
         for command in started: command.read_until('2 ranks of all hosts: ')
-        ranks = {command.rank().environ()['RANK']: command for command in started}
-        ranks['0'].read_until('step 2/3')
-        ranks['1'].rank().send_signal(signal.SIGKILL)
-        return place / 'run', [ranks[rank].end() for rank in '01']
+        for words in ('step 1/3', 'resumed after step 0'):       # which host has rank 0 is decided each time
+            ranks = {command.rank().environ()['RANK']: command for command in started}
+            ranks['0'].read_until(words)
+            ranks['1'].rank().send_signal(signal.SIGKILL)
+            for command in started: command.read_until('rank 1 was ended by SIGKILL')
+        return place / 'run', [command.end() for command in started]
     finally:
         for command in started: command.process.kill()
 
@@ -220,9 +224,10 @@ def killed(tmp_path_factory):
 def test_a_killed_rank_ends_the_run_on_both_hosts(killed):
     folder, ends = killed
     for code, said in ends:
-        assert code != 0 and 'rank 1 was ended by SIGKILL' in said and 'Traceback' not in said, said
-    assert ends[0][1].count('base: EM') == 1 and 'base: EM' not in ends[1][1]              # rank 0 alone speaks
-    assert latest_checkpoint(folder)[0] == 2 and not (folder / '.writer').exists()
+        assert code != 0 and said.count('ended without summary.json') == 2 and 'Traceback' not in said, said
+        assert said.count('; started again (1 of 1 times') == 1, said
+    assert sum(said.count('base: EM') for _, said in ends) == 2         # rank 0 alone speaks, once in each sitting
+    assert latest_checkpoint(folder)[0] == 0 and not (folder / '.writer').exists()
     assert len([*folder.glob('ranks-*.log')]) == 2 and not [*folder.glob('launch-*.yaml')]
 
 
@@ -233,7 +238,7 @@ def test_it_goes_on_on_one_host_with_the_numbers_of_a_whole_run(killed, tmp_path
     lines, folder = [], killed[0]
     again = {'ranks': 1, 'hosts': 1, 'endpoint': 'node0:29500', 'resume': True}
     train({**SHORT, 'run': str(folder), **again}, lines.append)
-    assert 'resumed after step 2' in lines and any('final: EM' in line for line in lines)
+    assert 'resumed after step 0' in lines and any('final: EM' in line for line in lines)
     assert [line for line in same_metrics(whole, folder, 1e-4) if 'grad_norm' not in line] == []
     assert read_metrics(folder).grad_norm.tolist() == pytest.approx(read_metrics(whole).grad_norm.tolist(), rel=1e-4,
                                                                     nan_ok=True)

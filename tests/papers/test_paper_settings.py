@@ -696,8 +696,8 @@ def test_every_value_of_an_evaluation_is_cited_or_ours_for_a_reason(name):
     assert unsaid(EVALUATIONS[name].read_text(), host=False) == []
 
 
-@pytest.mark.parametrize('name, passages', [('eval_carl_k3', 3), ('eval_carl_k5', 5), ('eval_carl_k7', 7),
-                                            ('eval_carl_oracle', 3)])
+@pytest.mark.parametrize('name, passages', [
+    *(pytest.param(f'eval_carl_k{k}', k, marks=pytest.mark.nightly) for k in (3, 5, 7)), ('eval_carl_oracle', 3)])
 @pytest.mark.long
 def test_an_evaluation_with_other_passages_is_the_papers_but_for_them(name, passages, small, data, tmp_path):
     "CARL's settings on one set; played with them, the oracle's search finds nothing but support."
@@ -712,7 +712,7 @@ def test_an_evaluation_with_other_passages_is_the_papers_but_for_them(name, pass
     if name == 'eval_carl_oracle':
         lines = (ROOT / 'data' / 'README.md').read_text().split('musique_oracle` of')[1].split('python -c "')[1]
         code, place = lines.split('"')[0].replace('\n      ', '\n'), str(tmp_path / 'oracle')
-        exec(code.replace('FOLDER/musique', str(data / 'musique')).replace('data/musique_oracle', place))
+        exec(code.replace('FOLDER/musique', str(data / 'musique')).replace('data/musique_oracle', place), {})
         told['corpus'] = place
         support = {t for q in load_questions('musique', data / 'musique', 'dev') for t, _ in q.meta['supporting_facts']}
         assert {p.title for p in BM25.load(place).passages} <= support
@@ -728,7 +728,8 @@ def test_the_defaults_are_none_of_theirs():
         assert len([k for k in evaluation(name) if getattr(s, k) != getattr(plain, k)]) >= 5
 
 
-@pytest.mark.parametrize('name', EVALUATIONS)
+@pytest.mark.parametrize('name', [n if n == 'eval_carl' else pytest.param(n, marks=pytest.mark.nightly)
+                                  for n in EVALUATIONS])
 @pytest.mark.long
 def test_an_evaluation_runs_on_the_real_slices(name, small, data, tmp_path):
     """All its settings but the number of questions, the length of a turn, and a server's passages, in whose place are

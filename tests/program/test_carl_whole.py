@@ -140,7 +140,7 @@ def test_each_set_has_its_tools(spoken, rows, name):
                           SearchTool) and env.tool.run('print(search("river Ossel"))').startswith('Doc 1 (Title: ')
 
 
-@pytest.mark.parametrize('name', SETS)
+@pytest.mark.parametrize('name', [n if n == 'musique' else pytest.param(n, marks=pytest.mark.nightly) for n in SETS])
 @pytest.mark.long
 def test_each_set_trains_and_is_evaluated_by_programs(spoken, rows, tmp_path, name):
     "On the published files where they are, else on rows of our own."
@@ -987,7 +987,8 @@ def test_finished_runs_are_examined_once_and_reported(model, scripted, tmp_path,
 )
 @pytest.mark.parametrize(
     'more',
-    [dict(stage=3), dict(stage=2, method='ppo', critic='frozen', options={'penalty': -1.0})],
+    [dict(stage=3), pytest.param(dict(stage=2, method='ppo', critic='frozen', options={'penalty': -1.0}),
+                                 marks=pytest.mark.nightly)],
     ids=['shared, stage 3', 'frozen, stage 2'],
 )
 def test_a_critic_in_the_pieces_of_deepspeed_is_examined(model, scripted, tmp_path, more):

@@ -457,8 +457,9 @@ def test_the_estimate_measures_what_this_host_does(monkeypatch):
     "Not a GPU's 100 TFLOP/s on a processor, which does a thousandth of it."
     monkeypatch.setattr(dry_run, 'measure_tflops', lambda dtype: .05)
     monkeypatch.setattr(torch.cuda, 'is_available', lambda: False)
-    *_, step, likely, taken = forecast(make_config({'model': BASE}))
-    *_, given, _, said = forecast(make_config({'model': BASE, 'tflops': 50}))
+    *_, step, likely, _, reckoned, taken = forecast(make_config({'model': BASE}))
+    *_, given, _, _, said = forecast(make_config({'model': BASE, 'tflops': 50}))     # a GPU, and no word of reckoning
+    assert 'are reckoned' in reckoned and 'reckoned' not in step
     seconds = [float(re.search(r'be: ([0-9.e+-]+) s', line)[1]) for line in (step, given)]
     assert seconds[0] > 1.5 * seconds[1]
     assert 'measured on this host in float32: 0.05 TFLOP/s' in taken and 'taking 50 TFLOP/s' in said
