@@ -18,13 +18,13 @@ from .information_gain import belief_of, belief_warning
 from .launch import Progress, set_torch
 from .layout import hidden_states, pack, turn_means
 from .methods import get_method
-from .options import setting
+from .options import options_in, setting
 from .parameters import by_group, error_line, from_settings, make_parser, read_settings
 from .parts import assign
 from .rollout import RolloutSize, continuations, rollout
 from .runlog import atomic_write, plain_json, write_json, writing
 from .significance import jackknife, ratio_interval
-from .settings import Config, check, make_config
+from .settings import DOZEN, Keeping, Config, check, make_config
 from .setup import draw_questions, make_engine, make_learner, make_setup, origin_of
 from .train import Run, SilentLog, play_step
 from .true_credit import (credit_errors, distinct_states, sampling_variance, score_continuations, solver_rates,
@@ -520,6 +520,9 @@ def _audited(config, auditing, say):
 
 
 # %% ../nbs/6_looking/71_audit.ipynb #a031
+_UNREAD = ('method', 'options', 'steps', 'resume', 'dry_run', 'learning_rate', 'warmup', 'clip', 'ahead', 'draw_version',
+           'correction', 'limits', 'gap', 'restarts', 'grace', *options_in(Keeping))   # of a training: no policy is trained
+
 def read_audit_settings(
     given,  # dict name -> value: settings of a training and of the audit, in one
 ):
@@ -540,7 +543,8 @@ def main(arguments=None):
     about = 'Which rule sees where credit lies, on this policy and these questions?'
     parser = make_parser('credit_rl.audit', about)
     try:
-        given, _ = read_settings(parser, arguments, by_group(AuditChoice, Config))
+        few = [*options_in(AuditChoice), *(name for name in DOZEN if name not in _UNREAD)]
+        given, _ = read_settings(parser, arguments, by_group(AuditChoice, Config), few, _UNREAD)
         folder = run_audit(*read_audit_settings(given), lambda line: print(line, flush=True))
     except (ValueError, OSError, ImportError) as e: sys.exit(f'credit_rl.audit: {error_line(e)}')
     except KeyboardInterrupt: parser.exit(130, 'credit_rl.audit: interrupted; the same command begins anew\n')

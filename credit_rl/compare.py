@@ -703,9 +703,9 @@ def _parser():
 def _arguments(arguments):
     "Parse and check the command's arguments: (namespace, parameters). Raises ValueError or FileNotFoundError."
     from credit_rl.methods import get_method
-    from credit_rl.settings import Config
+    from credit_rl.settings import DOZEN, Config
     enter_project()
-    try: params, given = read_settings(_parser(), arguments, by_group(Config))
+    try: params, given = read_settings(_parser(), arguments, by_group(Config), DOZEN)
     except FileNotFoundError as e:
         raise FileNotFoundError(f'{e}; relative paths start at the top of the checkout') from e
     check_secrets(params, given.out)                            # papermill would write them down
@@ -758,11 +758,28 @@ def _compare(given, params, say):
     reported = [_report(given.report, out, folders, given.baseline, say) for out, folders in finished.items()]
     return int(bool(failed) or not reported or not all(reported))
 
+def _tell_runs(folders, say):
+    "Compare runs that are there: what each reached, settings that differ, and each on the first's test questions."
+    runs = {str(f): (own, summary) for f, _, own, summary in each_run(folders if len(folders) > 1 else folders[0])}
+    if left := [name for name, (_, summary) in runs.items() if summary is None]:
+        raise ValueError(f'{", ".join(left)}: not finished; its command with resume=true goes on with it')
+    for name, (own, s) in runs.items():
+        say(f'{name}: {own["method"]}, exact match {s["base_em"]:.3f} → {s["final_em"]:.3f}, {s["seconds"] / 60:.1f} min')
+    (first, (asked, base)), *others = runs.items()
+    same = lambda own: all(own.get(n) == asked.get(n) for n in ('data', 'path', 'world', 'regime', 'seed', 'test_questions'))
+    gains = {f'{name} − {first}': [int(a) - int(b) for a, b in zip(summary['final_right'], base['final_right'])]
+             for name, (own, summary) in others if same(own)}
+    if gains: say(f'right answers on the same test questions:\n{paired(gains).round(3).to_string()}')
+    if len(differ := setting_differences(folders)): say(f'settings that differ:\n{differ.T.to_string()}')
+    return 0
+
 def main(arguments=None):  # list of str; None: the command line's
-    """`python -m credit_rl.compare`: make the runs of a comparison and its report. Returns the exit code: 1 if
-    anything failed."""
-    say = lambda text: print(text, flush=True)
-    try: return _compare(*_arguments(arguments), say)
+    """`python -m credit_rl.compare`: make the runs of a comparison and its report, or compare runs that are there
+    (`compare RUN OTHER …`). Returns the exit code: 1 if anything failed."""
+    say, arguments = lambda text: print(text, flush=True), sys.argv[1:] if arguments is None else arguments
+    try:
+        if arguments and all(Path(word).is_dir() for word in arguments): return _tell_runs(arguments, say)
+        return _compare(*_arguments(arguments), say)
     except (ValueError, FileNotFoundError) as e: sys.exit(f'credit_rl.compare: {e}')
     except KeyboardInterrupt:
         say('interrupted; the same command goes on from here')

@@ -359,7 +359,7 @@ _OWN = """# What credit-rl new found in {folder}, and the settings that matter. 
 {corpus_line}
 {model_line}
 method: tspo             # or grpo, igpo, …: credit by turns, or by the outcome alone
-protocol: {protocol}      # how the model is told to write calls and answers
+protocol: {protocol}      # how the model is told to write calls and answers; few words for one of less than 2 GB
 max_turns: 4             # calls that a rollout may make, and the answer
 passages: 2              # that a search shows
 passage_tokens: 100      # of each passage
@@ -369,7 +369,7 @@ malformed: end           # a turn that neither calls nor answers ends the rollou
 steps: 30                # of reinforcement
 questions_per_step: 8    # that are asked in a step,
 group_size: 8            # and attempts at each, which are compared
-learning_rate: 3.0e-5    # at 1e-4 a model of 135 million parameters forgot to answer (runs/params/real.yaml)
+learning_rate: 3.0e-5    # at 1e-4 a model of 135 million parameters forgot to answer (runs/params/real.yaml); larger: 1.0e-6
 dev_questions: 32        # from time to time asked, to choose a checkpoint by
 test_questions: 64       # asked before and after
 eval_every: 5
@@ -380,6 +380,7 @@ run: {run}
 
 def new_main(arguments=None):  # list of str; None: the command line's
     "`credit-rl new FOLDER`: write the settings of a run on one's own questions, documents and model."
+    import credit_rl
     parser = make_parser('credit_rl.datasets', "Write the settings of a run on one's own questions and documents.")
     parser.prog = 'credit-rl new'
     parser.add_argument('folder', help='holds one file of questions, and documents or a corpus.jsonl, and a model if there '
@@ -391,16 +392,23 @@ def new_main(arguments=None):  # list of str; None: the command line's
         found = find_own_files(given.folder)
         parts = Counter(split for split in SPLITS for _ in load_questions(str(found['data']), split=split))
         if out.exists(): raise FileExistsError(f'{out} is there already: change it, or give --out')
+        short = Path(credit_rl.__file__).parents[1]/'runs'/'params'/'protocols'/'short.yaml'            # of a clone
+        size = sum(p.stat().st_size for p in found['model'].glob('*.safetensors')) if found['model'] else 0
+        tells = json.dumps(str(short)) if short.exists() and size < 2e9 else 'search-r1'
         line = lambda name, what: f'{name}: {json.dumps(str(found[name]), ensure_ascii=False)}   # {what}'
         told = ', '.join(f'{parts[split]} {split}' for split in SPLITS)
         out.write_text(_OWN.format(
             folder=given.folder, data_line=line('data', f'questions: {told}'), run=json.dumps(str(Path(given.folder)/'runs'/'first')),
             corpus_line=line('corpus', 'what is searched') if found['corpus'] else
             '# corpus: FOLDER   # nothing to search was found, so questions are asked without',
-            protocol='search-r1' if found['corpus'] else 'direct',
+            protocol=tells if found['corpus'] else 'direct',
             model_line=line('model', 'starts from') if found['model'] else
             'model: models/smollm2   # none was found: credit-rl fetch smollm2 makes this one'), encoding='utf-8')
     except (ValueError, OSError, ImportError) as e: parser.exit(1, f'credit-rl new: {error_line(e)}\n')
     first = '' if found['model'] else 'credit-rl fetch smollm2\n'
+    runs, small = Path(given.folder)/'runs', bool(found['corpus']) and tells != 'search-r1'     # writes no calls by itself
+    taught = (f'credit-rl demos --params {out} run={runs}/demos\ncredit-rl sft --params {out} run={runs}/sft '
+              f'sft.demos={runs}/demos sft.epochs=1 sft.batch=8 sft.learning_rate=3.0e-4\n') * small
+    start = f' model={runs}/sft/model' * small
     print(f'{out}: {told} questions of {found["data"]}, searched is {found["corpus"]}, the model is {found["model"]}\n'
-          f'{first}credit-rl train --params {out}')
+          f'{first}{taught}credit-rl train --params {out}{start}')

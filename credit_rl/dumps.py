@@ -4,14 +4,14 @@
 
 # %% auto #0
 __all__ = ['read_dump', 'text_credit', 'dump_credit', 'text_methods', 'compare_rules', 'dump_recording', 'credit_of', 'view_main',
-           'main']
+           'audit_main', 'main']
 
 # %% ../nbs/7_elsewhere/83_dumps.ipynb #c002
 import ast, json, math, os, re, sys
 from dataclasses import dataclass
 import torch
 from pathlib import Path
-from . import view
+from . import audit, view
 from .adapters import Arrays, assign_arrays, needs
 from .audit import kendall
 from .groups import index_groups
@@ -436,6 +436,7 @@ def text_methods():
 def compare_rules(
     groups,                     # list of Group
     methods=('grpo', 'tspo'),   # names
+    credit=text_credit,         # function (groups, name) -> (N, K)
 ):
     """How rules of text differ on rollouts: a DataFrame, a row for each, with the share of turns that it credits, the
     share of rollouts whose turns it tells apart, and its τ with each of the others within rollouts, NaN where nothing
@@ -443,10 +444,11 @@ def compare_rules(
 
     groups: list of Group
     methods: names
+    credit: function (groups, name) -> (N, K)
     """
     import pandas as pd
     mask, rows = index_groups(groups)[0], {}
-    found = {name: text_credit(groups, name) for name in methods}
+    found = {name: credit(groups, name) for name in methods}
     for name, credit in found.items():
         inside = torch.where(mask, credit, credit[:, :1])
         apart = (inside != inside[:, :1]).any(1)
@@ -465,9 +467,13 @@ def dump_recording(dump, name):  # _Dump; name of the file
         attempts.append(Attempts(group, own))
     return Recording(Path(name), {}, attempts)
 
+def _earned(dump, method):
+    "Whether the file says all that a rule needs."
+    return not dump.rewards.isnan().all() and set(needs(method)) <= (set() if dump.turns is None else {'turns'})
+
 def credit_of(dump, method):  # _Dump; name of a method
     "What a rule gives every turn, and by what: ((N, K), str)."
-    if not dump.rewards.isnan().all() and ('turns' not in needs(method) or dump.turns is not None):
+    if _earned(dump, method):
         return dump_credit(dump, method), 'what the file says that rollouts and turns earned'
     return text_credit(dump.groups, method), 'texts, whose answers are compared with golds'
 
@@ -476,6 +482,23 @@ def view_main(arguments=None):  # list of str; None: the command line's
     "`credit-rl view RUN` or `credit-rl view FILE`: rollouts of a run, or those that others wrote, as a page."
     view.main(arguments, lambda path, most, protocol: dump_recording(read_dump(path, protocol or 'tspo'), path)
               if Path(path).is_file() else read_recording(path, most))
+
+def _told(dump):
+    "What rules make of a dump's rollouts, as a table: str."
+    golds = all(g.question.answers for g in dump.groups)
+    names = [n for n in text_methods() if golds or _earned(dump, n)]
+    if not names: raise ValueError('the file has neither rewards nor golds: no rule says anything of it')
+    table = compare_rules(dump.groups, names, lambda _, name: credit_of(dump, name)[0])
+    apart = [n for n in names if table['apart'][n] > 0]
+    shown = table[['credited', 'apart', *(f'τ with {n}' for n in apart)]].rename(columns={f'τ with {n}': n for n in apart})
+    return (f'{len(dump.groups)} questions, {len(dump.rewards)} rollouts, by {credit_of(dump, names[0])[1]}\n'
+            'credited: share of turns; apart: share of rollouts whose turns are told apart; then τ with each rule that does so\n'
+            + shown.to_string(float_format='{:.2f}'.format))
+
+def audit_main(arguments=None):  # list of str; None: the command line's
+    "`credit-rl audit FILE`: how rules differ on rollouts that others wrote; or settings, for the audit of a checkpoint."
+    arguments = sys.argv[1:] if arguments is None else arguments
+    return main(arguments) if arguments and Path(arguments[0]).is_file() else audit.main(arguments)
 
 def main(arguments=None):  # list of str; None: the command line's
     "`credit-rl assign FILE METHOD`: what a rule gives each turn of rollouts in a file."
@@ -490,9 +513,7 @@ def main(arguments=None):  # list of str; None: the command line's
     try:
         dump = read_dump(given.file, given.protocol)
         if given.method is None:
-            table = compare_rules(dump.groups, text_methods())[['credited', 'apart']]
-            print(table.to_string(float_format='{:.2f}'.format))
-            return
+            return print(_told(dump))
         credit, by = credit_of(dump, given.method)
         path = Path(given.out or f'{given.file}.{re.sub("[^A-Za-z0-9*+-]+", "_", given.method)}.jsonl')
         played = [t for g in dump.groups for t in g.trajectories]

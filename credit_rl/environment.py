@@ -62,8 +62,8 @@ class Source(SettingsGroup):
                                    "'module:function' or the function itself; None: get_reward of the environment, or "
                                    'answers are compared with golds')
     right: float = setting(None, 'outcome by such a reward from which on an answer is right; None: 1', above=0, most=1)
-    questions: int = setting(3000, 'drawn by the seed: questions to train on (a large number: all), or of each set '
-                                   'that is evaluated, where None means all', least=1)
+    questions: int = setting(None, 'drawn by the seed: questions to train on, None: all, of the tiny world 3000; or of '
+                                   'each set that is evaluated, None: all', least=1)
 
     def __post_init__(self):
         super().__post_init__()
@@ -156,7 +156,7 @@ class Conversation(SettingsGroup):
                                   'passages are asked directly, or by programs')
     max_turns: int = setting(None, "the answer included; None: 4, or 15 segments by CARL's protocols", least=1)
     max_tokens: int = setting(8192, 'most tokens of a trajectory, prompt included; to train also None: prompt_tokens '
-                                    'and response_tokens together where both are given, else 192', least=1)
+                                    'and response_tokens together where both are given, else by the model', least=1)
     context_tokens: int = setting(256, 'most tokens of a segment that writes a context', least=1)
     prompt_tokens: int = setting(None, 'most tokens of a prompt; a longer one is refused; None: no cap of its own',
                                  least=1)

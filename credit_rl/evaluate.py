@@ -7,10 +7,10 @@ __all__ = ['NEAR', 'measure', 'by_set', 'summarize', 'score', 'evaluate', 'boots
            'set_names', 'check_evaluation', 'question_key', 'dev_keys', 'train_keys', 'note_seen', 'seen_lines',
            'open_set', 'manifest_differences', 'question_row', 'set_scores', 'read_manifest', 'read_scores',
            'right_rows', 'run_evaluation', 'ReplayResult', 'replay_evaluation', 'compare_rows', 'evaluation_table',
-           'evaluation_figure', 'main']
+           'evaluation_figure', 'main', 'ask_typed']
 
 # %% ../nbs/3_acting/27_evaluate.ipynb #c002
-import contextlib, dataclasses, functools, importlib.metadata, json, math, os, platform, re, shutil, sys, time, warnings
+import contextlib, dataclasses, functools, importlib.metadata, itertools, json, math, os, platform, re, shutil, sys, time, warnings
 from dataclasses import dataclass
 from pathlib import Path
 import numpy as np, torch
@@ -33,7 +33,7 @@ from .protocol import prompt_hash, worded
 from .rollout import check_prompts, rollout
 from .runlog import (METRICS, Hold, RunFolder, RunLog, atomic_folder, atomic_write, code_hashes, read_json,
                               read_turns, read_text, write_json)
-from .trajectory import Group, Result, to_json
+from .trajectory import Group, Question, Result, to_json
 from .vllm_engine import EngineChoice, EngineLost, VLLMEngine, VLLMSettings, check_vllm_settings, rank_devices
 
 # %% ../nbs/3_acting/27_evaluate.ipynb #c004
@@ -899,6 +899,8 @@ def evaluation_figure(folder):  # of a run
     return fig
 
 # %% ../nbs/3_acting/27_evaluate.ipynb #c090
+_FEW = ('model', 'data', 'corpus', 'questions', 'protocol', 'passages', 'max_turns', 'turn_tokens', 'max_tokens', 'baseline', 'run')
+
 def main(arguments=None):  # list of str; None: the command line's
     """`python -m credit_rl.evaluate setting=value …`, values as in YAML; `--params FILE` reads settings first;
     `--replay FOLDER` plays a run again, `--same FOLDER OTHER` lists the rows in which two runs differ."""
@@ -908,7 +910,7 @@ def main(arguments=None):  # list of str; None: the command line's
     parser.add_argument('--same', nargs=2, metavar=('FOLDER', 'OTHER'),
                         help='run folders of one evaluation, played with gaps=true: rows that differ, and near ties')
     try:
-        settings, given = read_settings(parser, arguments, by_group(Evaluation))
+        settings, given = read_settings(parser, arguments, by_group(Evaluation), _FEW)
         if given.same: found = compare_rows(*given.same)
         elif given.replay: found = replay_evaluation(given.replay, changes=settings)
         else: return print(evaluation_table(run_evaluation(settings)).to_string())
@@ -917,5 +919,44 @@ def main(arguments=None):  # list of str; None: the command line's
     except KeyboardInterrupt:
         print('credit_rl.evaluate: interrupted; the same command goes on with what is left', file=sys.stderr)
         sys.exit(130)
+
+def _aloud(engine, say):
+    "Let an engine's streams say what is read behind the prompt, turn by turn: calls and what came back."
+    begin = engine.stream
+    def stream(sampling):
+        opened, told = begin(sampling), {}
+        submit = opened.submit
+        def tell(key, ids, *more):
+            if key in told: say(engine.tokenizer.decode(ids[told[key]:]).strip())
+            told[key] = len(ids)
+            submit(key, ids, *more)
+        opened.submit = tell
+        return opened
+    engine.stream = stream
+
+def ask_typed(arguments=None):  # list of str; None: the command line's
+    """`credit-rl ask MODEL corpus=PLACE setting=value …`: play each question that is typed in, turns shown as they come.
+    Settings are those of an evaluation."""
+    parser, say = make_parser('credit_rl.export', 'Play questions that are typed in.'), lambda text: print(text, flush=True)
+    parser.prog = 'credit-rl ask'
+    try:
+        settings, _ = read_settings(parser, arguments, by_group(Evaluation), _FEW)
+        s = from_settings(Evaluation, as_played(settings, Evaluation, say))
+        if not (s.corpus or s.has_own or s.protocol == 'direct'):
+            raise ValueError('give corpus=FOLDER (or a file, an index, a url), which is searched, or protocol=direct')
+        check_evaluation(s)
+        name, player = set_names(s.data)[0], _LazyModel(s)
+        search, *_ = _retriever(name, s, s, s.protocol, {})
+        env = make_environment(player.tokenizer, search, s, player.vocabulary, s.baseline)
+        env = dataclasses.replace(env, max_tokens=player.limit)
+        _aloud(player.engine, say)
+        for number in itertools.count():
+            try: text = input('question> ' if sys.stdin.isatty() else '').strip()
+            except EOFError: return
+            if not text: continue
+            (group,) = rollout(player.engine, env, [Question(f'{number}', text, ())], 1, s.sampling, s.seed)
+            last = group.trajectories[0]
+            say(f'{last.turns[-1].action_text.strip()}\n→ {last.answer}  ({len(last.turns)} turns; ended by {last.stop.value})')
+    except (ValueError, OSError, ImportError) as e: sys.exit(f'credit-rl ask: {error_line(e)}')
 
 if __name__ == '__main__' and '__file__' in globals(): main()  # a notebook has no file

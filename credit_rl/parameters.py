@@ -7,7 +7,7 @@ __all__ = ['from_settings', 'notebook_settings', 'each_world', 'fill_names', 'en
            'settings_help', 'one_dialect', 'make_parser', 'read_settings', 'error_line']
 
 # %% ../nbs/machinery/06_parameters.ipynb #c002
-import argparse, dataclasses, datetime, difflib, numbers, os, re, sys, types
+import argparse, dataclasses, datetime, difflib, numbers, os, re, sys, textwrap, types
 from collections.abc import Mapping
 from importlib.metadata import distributions
 from pathlib import Path
@@ -107,14 +107,24 @@ def by_group(
         found |= {head: {prefix + name: options[name] for name in names} for head, names in parts.items()}
     return found
 
-def settings_help(groups):  # dict heading -> name -> Option, see by_group
-    "The settings that a command takes, as text: a line for each with default, purpose and range."
-    lines = ['settings, as name=value or as lines of the YAML file:']
+def settings_help(
+    groups,    # dict heading -> name -> Option, see by_group
+    few=(),    # names that are shown; (): all
+    unread=(), # names that are not shown: the command does not read them
+):
+    "The settings that a command takes, as text: a line for each with default, purpose and range, wrapped."
+    count = sum(name not in unread for options in groups.values() for name in options)
+    more = f' (those that matter most; --help all shows all {count})' if few else ''
+    lines = [f'settings, as name=value or as lines of the YAML file{more}:']
     for heading, options in groups.items():
-        lines += ['', f'  {heading}:']
-        for name, o in options.items():
-            lines.append(f'    {f"{name}={o.default!r}":32} {o.about}{f" ({o.range()})" if o.range() else ""}')
+        shown = {name: o for name, o in options.items() if name not in unread and (not few or name in few)}
+        lines += ['', f'  {heading}:'] * bool(shown)
+        for name, o in shown.items():
+            line = f'{f"{name}={o.default!r}":32} {o.about}{f" ({o.range()})" if o.range() else ""}'
+            lines += textwrap.wrap(line, 118, initial_indent=' ' * 4, subsequent_indent=' ' * 37,
+                                   break_long_words=False, break_on_hyphens=False)
     return '\n'.join(lines)
+
 
 # %% ../nbs/machinery/06_parameters.ipynb #p0601
 def one_dialect(
@@ -181,16 +191,20 @@ def read_settings(
     parser,          # argparse.ArgumentParser with the command's own arguments, if any
     arguments=None,  # list of str; None: the command line's
     groups=None,     # settings that --help lists, see by_group
+    few=(),          # those that --help shows first, where --help all shows all; (): all
+    unread=(),       # those that it does not show
 ):
     """Read a command's `--params FILE` and `setting=value …`, see `_typed`: (settings: dict, what the parser was
     given). `-p setting value`, as papermill has it, and `--setting value` say the same; `setting.key` is one key of a
     setting that is a dict. Raises OSError, ValueError where a file does not hold settings."""
     parser.add_argument('--params', metavar='FILE', help='YAML file of settings')
     parser.add_argument('settings', nargs='*', metavar='setting=value', help='over those of the file')
-    if groups: parser.epilog = settings_help(groups).replace('%', '%%')
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if 'all' in arguments: few = ()                                                         # behind --help
+    if groups: parser.epilog = (parser.epilog or '') + settings_help(groups, few, unread).replace('%', '%%')
     known = {name: option for options in (groups or {}).values() for name, option in options.items()}
     parser.names = known
-    given = parser.parse_intermixed_args(one_dialect(sys.argv[1:] if arguments is None else arguments, known, parser))
+    given = parser.parse_intermixed_args(one_dialect(arguments, known, parser))
     for text in given.settings:
         if '=' not in text: parser.error(f'settings are written name=value, got {text!r}')
     if given.params: given.params = _params_file(os.path.expanduser(given.params))

@@ -35,8 +35,8 @@ from .retrieval import BM25
 from .rollout import check_prompts
 from .runlog import check_folder
 from .scoring import GOLDS_OPTION
-from .settings import (check, check_ahead, check_engine, check_lora, data_sets, own_tokenizer, schema_notes,
-                                scored_schemas, world_arguments)
+from .settings import (check, check_ahead, check_engine, check_lora, data_sets, model_defaults, own_tokenizer,
+                                schema_notes, scored_schemas, world_arguments)
 from .sharded import DeepSpeedBackend
 from .tiny import ceiling, make_base, player_state, tiny_environment
 from .tools import OwnTools
@@ -598,12 +598,17 @@ def forecast(
     likely = describe_likely(sizes, plan, load, tflops, c.steps, kept_lengths(c.run))
     ahead = [describe_ahead(seconds)] if c.ahead else []
     shared = [_sharing_line(sizes, c)] if c.tree else []
+    base = [f'before the first step the base attempts {c.base_questions} dev questions, {c.group_size} times each '
+            f'(base_questions): some {seconds["acting"] * c.base_questions / c.questions_per_step:.2g} s'] * bool(c.base_questions)
+    own, whose = model_defaults(c.data, c.model)
+    fit = ', '.join(f'{name}={value}' for name, value in own.items() if getattr(c, name) == value)
+    fits = [f'by default, as {whose}: {fit}'] * (fit != '' and c.data != 'tiny')
     grace, timed = _grace_lines(c, plan, sizes, load, tflops), plan.gpu and plan.stage is None and c.engine == 'hf'
     reckoned = [] if timed else ['these seconds are reckoned: timed were steps of one GPU with the plain learner and '
                                  "engine='hf' (62_setup)"]
     read, save = (memory(sizes, plan)[name] / 2e9 for name in ('start', 'checkpoint'))
     besides = f'besides, at 2 GB/s: {read:.3g} s to read models, {save:.3g} s at every evaluation, to save'
-    return [*describe(sizes, plan, seconds, c.steps), likely, besides, *grace, *ahead, *reckoned, taken, *shared]
+    return [*describe(sizes, plan, seconds, c.steps), likely, *base, *fits, besides, *grace, *ahead, *reckoned, taken, *shared]
 
 def _grace_lines(c, plan, sizes, load, tflops):
     "What is lost where several ranks that are told to end have no time to finish a step and save it: list of str."

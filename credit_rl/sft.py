@@ -29,7 +29,8 @@ from .rollout import rollout
 from .runlog import (RunLog, atomic_folder, code_hashes, latest_checkpoint, read_json, read_params, read_turns,
                               save_checkpoint)
 from .scoring import retell
-from .settings import Config, check, make_config, tree_notes
+from .settings import (DOZEN, Config, CriticChoice, Keeping, Learning, Mismatch, TeacherChoice, check, make_config,
+                                tree_notes)
 from .setup import (add_lora, bound_method, draw_questions, make_setup, merge_lora, origin_of, real_questions,
                              real_search)
 from .step_metrics import paired_line, right_marks
@@ -385,12 +386,17 @@ def read_rollouts(
     return [retell([of(tries)], chat, key[2], ends=True)[0] for key, tries in kept.items()], count
 
 # %% ../nbs/5_run/64_sft.ipynb #c021
+_UNREAD = {'method', 'options', 'steps', *(name for group in (Learning, Mismatch, CriticChoice, TeacherChoice, Keeping)
+                                           for name in options_in(group))} - {'row_tokens', 'tree', 'on_bad_step', 'save_every'}
+
 def _command(name, about, kind, run, arguments):
     "A command that takes settings of `Config`, and those of a group `kind` of its own with a prefix."
     parser, prefix = make_parser(f'credit_rl.{name}', about), f'{name}.'
     settings = {}
     try:
-        settings, _ = read_settings(parser, arguments, {**by_group(kind, prefix=prefix), **by_group(Config)})
+        groups = {**by_group(kind, prefix=prefix), **by_group(Config)}
+        few = [*(prefix + name for name in options_in(kind)), *(name for name in DOZEN if name not in _UNREAD)]
+        settings, _ = read_settings(parser, arguments, groups, few, _UNREAD)
         own = {n.removeprefix(prefix): settings.pop(n) for n in list(settings) if n.startswith(prefix)}
         known = options_in(kind)
         if unknown := [n for n in own if n not in known]:

@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 import torch
+from .datasets import subsample
 from .engine import SamplingParams, seed_of
 from .evaluate import evaluate, note_seen, seen_lines, summarize, train_keys
 from .information_gain import belief_schema, belief_warning
@@ -22,7 +23,6 @@ from .judge import Judge, judge_counts
 from .launch import LaunchError, Progress, Ranks, is_rank, on_ranks, set_torch, speak, told_to_end
 from .layout import pack
 from .learner import BadStep, Learner, teach_critic
-from .datasets import subsample
 from .dry_run import is_large, no_gpu
 from .estimate import kept_lengths
 from .models import find_model
@@ -36,7 +36,7 @@ from .runlog import (RunLog, BoundedGzip, lasting, latest_checkpoint, code_hashe
                               metrics_by_step, named_checkpoint, read_json, read_params, save_checkpoint)
 from .scoring import GOLDS_OPTION, answer_header, gold_templates, gold_texts, retell, teacher_chat
 from .search_service import SearchClient
-from .settings import Config, check, make_config, schema_notes, scored_schemas
+from .settings import DOZEN, Config, check, make_config, schema_notes, scored_schemas
 from .setup import (Setup, add_lora, bound_method, draw_questions, examine, forecast, foretell, hand_over, make_engine,
                              make_learner, make_setup, origin_of, real_questions, real_search)
 from .step_metrics import (IDLE, base_lines, base_report, collapsed, credit_metrics, credited_tokens,
@@ -256,7 +256,7 @@ class Actor:
         return self.ranks.each(self.setup.questions[part], play)
 
     def attempt_dev(self, count):
-        "Attempt dev questions, drawn over their sets, as those of a step are, group_size times each: list of Group."
+        "Attempt drawn dev questions as those of a step are, group_size times each: list of Group."
         def play(share):
             shown = Progress(self.say, 'rollouts of the base played', len(share) * self.group_size)
             return rollout(self.engine, self.setup.environments['dev'], share, self.group_size, self.sampling,
@@ -924,7 +924,9 @@ def main(arguments=None):
     first."""
     parser, folder = make_parser('credit_rl.train', 'Train a policy with one of the methods.'), Config.run
     try:
-        settings = read_settings(parser, arguments, by_group(Config))[0]
+        parser.epilog = ('examples:\n  credit-rl train --params runs/params/demo.yaml run=runs/mine\n  credit-rl train '
+                         'data=questions.jsonl corpus=pages model=models/smollm2 dry_run=true\n\n')
+        settings = read_settings(parser, arguments, by_group(Config), DOZEN)[0]
         folder = settings.get('run', folder)
         train(settings)
     except (ValueError, OSError, ImportError, LaunchError, EngineLost, BadStep) as e: sys.exit(f'credit_rl.train: {error_line(e)}')

@@ -248,7 +248,7 @@ def _ask(settings, how):  # dict, AskingChoice
     print(f'{config.run}: {said}', flush=True)
 
 def main(arguments=None):
-    """`credit-rl asking name=value …`: can a rule learn here when to ask? `--params FILE` for a file of settings, whose
+    """`python -m credit_rl.studies.when_to_ask name=value …`: can a rule learn here when to ask? `--params FILE` for a file of settings, whose
     worlds are all asked, each with all seeds; what was found before by the same settings is only shown."""
     parser = make_parser('credit_rl.studies.when_to_ask', 'Before training: can a rule learn here when to ask?')
     parser.add_argument('--seeds', nargs='+', type=int, help='several, in folders of their own below run')
@@ -263,7 +263,7 @@ def main(arguments=None):
     except (ValueError, OSError, ImportError) as e: sys.exit(f'credit_rl.studies.when_to_ask: {error_line(e)}')
 
 # %% ../../nbs/experiments/68_when_to_ask.ipynb #q039
-def read_asking(folder):  # of answers to `credit-rl asking`
+def read_asking(folder):  # of answers to `python -m credit_rl.studies.when_to_ask`
     """What was found before training: DataFrame, a row for each `asking.json`, by world and seed. `delta`, `low` and
     `high` of known questions, `tells` by how much more it asks for the rest, `unknown` the delta of these; `bias` and
     its `error` at the start of known ones; `form`, the better AUC. NaN: not measured. Raises FileNotFoundError where
@@ -280,7 +280,7 @@ def read_asking(folder):  # of answers to `credit-rl asking`
             'tells': rest['ask rate'] - known['ask rate'], 'unknown': rest['delta'],
             'bias': off.get('bias'), 'error': off.get('error'),
             'form': max(map(number, found['form'].values()))}.items()}
-    if not rows: raise FileNotFoundError(f'{folder} holds no asking.json: credit-rl asking, with run={folder}')
+    if not rows: raise FileNotFoundError(f'{folder} holds no asking.json: python -m credit_rl.studies.when_to_ask, with run={folder}')
     return pd.DataFrame.from_dict(rows, orient='index').rename_axis(['world', 'seed'])
 
 # %% ../../nbs/experiments/68_when_to_ask.ipynb #q036

@@ -1,5 +1,6 @@
 """A file of one's own questions and a folder of documents: what is read, who is trained on, and what is said of what was
 seen before."""
+import io
 import json
 import re
 import shutil
@@ -95,22 +96,22 @@ def test_what_was_demonstrated_is_not_evaluated_without_a_word(place, root, tmp_
 
 # ---- nbs/your_data.md ----
 
-def test_the_page_on_own_data_runs_as_it_stands(place, root, tmp_path, monkeypatch):
+def test_the_page_on_own_data_runs_as_it_stands(place, root, tmp_path, monkeypatch, capsys):
     "From settings to demonstrations, fine-tuning, training, rollouts and a model; added is only what is small."
     page = (root / 'nbs' / 'your_data.md').read_text()
     first, second = ([line.split('#')[0].split()[1:] for line in block.splitlines()]
                      for block in re.findall(r'```bash\n(.*?)\n```', page, re.S))
     shutil.copytree(place, tmp_path / 'mine')
-    shutil.copy(root / 'runs/params/protocols/short.yaml', tmp_path)
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr('sys.stdin', io.StringIO('Who keeps the lighthouse of Orvane?\n'))
     small = ['steps=1', 'questions_per_step=2', 'group_size=2', 'dev_questions=2', 'test_questions=2', 'turn_tokens=6',
-             'max_tokens=1500', 'max_turns=3', 'base_questions=0', 'threads=1', 'protocol=short.yaml']
-    run = lambda words, more=(): command([*words, *more])
-    assert [words[0] for words in first] == ['new', 'train', 'train', 'view', 'export']
-    assert not run(first[0])
-    for words in second: assert not run(words, small)
-    for words in first[3:]: assert not run([word.replace('first', 'second') for word in words])
-    assert (tmp_path / 'mine/runs/second/model/config.json').exists() and list((tmp_path / 'mine/runs/second').glob('*.html'))
+             'max_tokens=1500', 'max_turns=3', 'base_questions=0', 'threads=1']
+    verbs = [words[0] for words in (*first, *second)]
+    assert verbs == ['new', 'demos', 'sft', 'train', 'view', 'evaluate', 'train', 'compare', 'ask']
+    for words in (*first, *second): assert not command([*words, *(small if words[0] in ('demos', 'sft', 'train') else ())])
+    said = capsys.readouterr().out
+    assert (tmp_path / 'mine/runs/first/evaluation').exists() and list((tmp_path / 'mine/runs/first').glob('*.html'))
+    assert 'grpo − mine/runs/first' in said and 'settings that differ' not in said and said.rstrip().endswith(')') and '→' in said
 
 
 # ---- credit-rl new ----

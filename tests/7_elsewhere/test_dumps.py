@@ -274,7 +274,7 @@ def test_rollouts_without_golds_are_credited_by_what_they_earned(tmp_path, capsy
     rows = [json.loads(line) for line in (tmp_path / 'rollouts.jsonl.igpo.jsonl').read_text().splitlines()]
     assert [row['row'] for row in rows] == [1, 2] and rows[0]['advantages'][1] > rows[1]['advantages'][1]
     torch.testing.assert_close(torch.tensor([row['advantages'] for row in rows]), dump_credit(read_dump(path), 'igpo'))
-    for arguments in (['assign', str(path)], ['assign', str(path), 'igpo', '--protocol', 'tipz']):
+    for arguments in (['assign', str(path), 'gigpo'], ['assign', str(path), 'igpo', '--protocol', 'tipz']):
         with pytest.raises(SystemExit): main(arguments)
     assert 'golds' in capsys.readouterr().err
 
@@ -290,3 +290,14 @@ def test_a_page_of_a_file_shows_rewards_and_says_what_rules_lack(tmp_path):
     main(['view', str(path), '--rules', 'grpo'])
     page = path.with_suffix('.html').read_text()
     assert 'needs accepted answers' not in page and '"credit":[[1.0,1.0]]' in page
+
+
+def test_an_audit_of_a_file_compares_rules_by_what_it_says(tmp_path, capsys):
+    "A rule of turn rewards where the file has them, and none that reads golds where there are none."
+    talks = [talk(said(CALL % q), {'role': 'tool', 'content': 'p'}, said(DONE)) | {'reward': float(q == 'a')} for q in 'abc']
+    for turns, there in ((None, False), ([1., 0.], True)):
+        rows = [row | ({'turn_rewards': turns} if turns else {}) | {'group_id': 'g'} for row in talks]
+        (tmp_path / 'rows.jsonl').write_text('\n'.join(map(json.dumps, rows)))
+        assert not main(['audit', str(tmp_path / 'rows.jsonl')])
+        out = capsys.readouterr().out
+        assert '1 questions, 3 rollouts' in out and '\ngrpo ' in out and ('\nmt-grpo* ' in out) == there

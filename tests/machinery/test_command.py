@@ -57,16 +57,20 @@ def test_an_unknown_name_is_an_attribute_error():
         from credit_rl import tspo_advantage  # noqa: F401
 
 
-@pytest.mark.parametrize('verb, prefix, groups', [
-    ('train', '', [Config]), ('warmup', '', [Warming]), ('sft', '', [Config]), ('evaluate', '', [Evaluation])])
-def test_help_lists_every_setting_with_its_line(verb, prefix, groups, capsys):
-    with pytest.raises(SystemExit) as end:
-        main([verb, '--help'])
-    text = capsys.readouterr().out
-    assert end.value.code == 0 and 'settings, as name=value' in text
-    for group in groups:
-        for name, option in options_in(group).items():
-            assert f'    {prefix}{name}={option.default!r}' in text and option.about and option.about in text
+@pytest.mark.parametrize('verb, first, later', [
+    ('train', 'learning_rate', 'betas'), ('sft', 'sft.epochs', 'betas'), ('evaluate', 'model', None),
+    ('audit', 'plays', 'betas'), ('warmup', 'per_tier', None)])
+def test_help_shows_what_matters_and_help_all_every_setting_with_its_line(verb, first, later, capsys):
+    def shown(*words):
+        with pytest.raises(SystemExit): main([verb, *words])
+        text = capsys.readouterr().out
+        assert max(map(len, text.splitlines())) <= 130
+        return ' '.join(text.split())
+    few, every = shown('--help'), shown('--help', 'all')
+    assert f' {first}=' in few and (later is None or f' {later}=' not in few)
+    for name, option in options_in({'evaluate': Evaluation, 'warmup': Warming}.get(verb, Config)).items():
+        if verb in ('audit', 'sft') and name in ('method', 'steps', 'clip', 'log_kl'): assert f' {name}=' not in every
+        elif verb not in ('audit', 'sft'): assert f' {name}={option.default!r}' in every and ' '.join(option.about.split()) in every
 
 
 @pytest.mark.parametrize('words, near', [
