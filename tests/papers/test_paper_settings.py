@@ -16,6 +16,7 @@ import torch
 import yaml
 from transformers import LlamaConfig, Qwen2Config, Qwen3Config
 
+from credit_rl import sft
 from credit_rl.studies.when_to_ask import asking_settings
 from credit_rl.compare import plan_jobs
 from credit_rl.datasets import MIXTURES, load_questions
@@ -493,6 +494,19 @@ def test_the_job_of_the_page_on_gpus_is_priced_by_its_dry_run(sizes):
     needs = memory(sizes[config.model], plan_of(config))
     assert f"learns in {needs['rank'] / 1e9:.0f} GB" in page
     assert f"a checkpoint is {needs['checkpoint'] / 1e9:.0f} GB" in page
+
+
+@pytest.mark.parametrize('name, rows', [('carl_qwen2.5_3b', 32_000), ('carl_qwen2.5_7b', 32_000),
+                                        ('prs_long_qwen3_14b', 1_600)])
+def test_a_fine_tuning_that_a_paper_has_is_told_by_its_file_and_fits(name, rows, sizes, monkeypatch):
+    "A policy alone, on the ranks of the training; at most as many rows as the command asks for."
+    text = (ROOT / 'runs/params' / f'{name}.yaml').read_text()
+    config, small = make_config(yaml.safe_load(text)), sizes['Qwen/Qwen2.5-14B-Instruct']
+    how = from_settings(sft.Imitation, {n: yaml.safe_load(v) for n, v in re.findall(r'sft\.(\w+)=(\S+)', text)})
+    monkeypatch.setattr(sft, 'read_sizes', lambda model: sizes.get(model, small))
+    assert sft._weigh(config)['rank'] < .9 * GPU['prs' if 'long' in name else 'carl'] and how.learning_rate == 1e-5
+    lines = sft._forecast(config, how)
+    assert f'{config.ranks} ranks, ZeRO 3' in lines[0] and f'{rows:,} rows' in lines[-1]
 
 
 @pytest.mark.parametrize('name', FILES)
