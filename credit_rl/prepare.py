@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 import torch
 from .critics import brier, expected_calibration_error
+from .datasets import subsample
 from .dry_run import is_large, no_gpu, rank_tflops
 from .engine import seed_of
 from .estimate import Load, describe, memory, read_sizes, step_seconds
@@ -256,7 +257,7 @@ def _warmed(c, log, times, say):
     try:
         for part, most in (('train', c.sorted_questions), ('dev', None)):
             env, path = stage.environments[part], log.folder/f'rollouts-{part}.jsonl.gz'
-            data[part] = _gathered(path, player, env, stage.questions[part][:most],
+            data[part] = _gathered(path, player, env, subsample(stage.questions[part], most or len(stage.questions[part]), c.seed),
                                    _collecting(c, metric, part), _elsewhere(c, env), c.embed,
                                    lambda line: say(f'{part}: {line}'))
     finally:

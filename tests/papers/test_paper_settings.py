@@ -26,7 +26,7 @@ from credit_rl.evaluate import _vllm as vllm_arguments
 from credit_rl.evaluate import Evaluation, check_evaluation, read_manifest, read_scores, run_evaluation, set_names
 from credit_rl.studies.longform import JudgeChoice
 from credit_rl.options import options_in
-from credit_rl.studies.papers import ENTRIES
+from credit_rl.studies.papers import PAPERS, entries, read_paper
 from credit_rl.layout import pack
 from credit_rl.learner import Learner, Optimiser, make_critic, saved_policy
 from credit_rl.parts import Credit, Measured
@@ -696,12 +696,13 @@ def test_an_evaluation_plays_by_the_engine_of_the_training(name):
     assert rank['dtype'] == 'bfloat16' and rank['own_process']
 
 
-def test_the_commands_of_the_papers_name_files_that_say_where_they_run():
-    "Every command that evaluates or examines, as `credit-rl` takes it; the one of another program says it itself."
-    for entry in (e for of in ENTRIES.values() for e in of if e.command):
-        for file in re.findall(r'--params (runs/params/eval_\S+)', entry.command):
-            assert yaml.safe_load((ROOT / file).read_text())['engine'] == 'vllm'
-        if 'lm_eval' in entry.command: assert '--model vllm' in entry.command and 'dtype=bfloat16' in entry.command
+def test_the_evaluations_of_the_papers_say_where_they_run():
+    "Every file that evaluates; the command of another program says it itself."
+    for test in (t for p in PAPERS for t in read_paper(p)['tests'].values()):
+        if file := test.get('evaluate') or test.get('longform'):
+            assert yaml.safe_load((ROOT / 'runs' / 'params' / f'{file}.yaml').read_text())['engine'] == 'vllm'
+    (command,) = [e.command for p in PAPERS for e in entries(p) if e.command]
+    assert '--model vllm' in command and 'dtype=bfloat16' in command
 
 
 @pytest.mark.parametrize('name', EVALUATIONS)
