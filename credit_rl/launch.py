@@ -5,13 +5,13 @@
 # %% auto #0
 __all__ = ['LAUNCHER', 'Ranks', 'is_rank', 'join_ranks', 'check_alike', 'expect_file', 'keep_traceback', 'failure',
            'check_threads', 'check_hosts', 'ranks_here', 'rank_environment', 'missing_for_hosts', 'launch_command',
-           'Hosts', 'Processes', 'set_torch', 'LaunchError', 'speak', 'Progress', 'told_to_end', 'launch', 'on_ranks',
-           'let_threads_sleep']
+           'Hosts', 'Processes', 'set_torch', 'LaunchError', 'speak', 'Progress', 'told_to_end', 'SaveTimes', 'launch',
+           'on_ranks', 'let_threads_sleep']
 
 # %% ../nbs/machinery/03_launch.ipynb #c002
 import atexit, contextlib, dataclasses, datetime, json, os, queue, re, shutil, signal, socket, subprocess, sys, tempfile
 import threading, time, traceback
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 import yaml
 from .options import SettingsGroup, flat, setting
@@ -236,6 +236,7 @@ def keep_traceback(
 ):
     "Write the traceback of an exception to `errors/rank-R.json` of the run folder, and raise it again."
     try: yield
+    except SystemExit: raise                                                # it saved, as all others, and was told to end
     except BaseException as e:
         atexit.unregister(_leave_ranks)                                     # it could wait for the others
         if isinstance(e, Exception): _write_error(Path(folder)/'errors', rank, f'{type(e).__name__}: {e}')
@@ -528,6 +529,31 @@ def _end_unless(asked, seconds=10):
             time.sleep(seconds)
             if not asked(): os._exit(128 + number[0])
     threading.Thread(target=watch, args=(reads, writes), daemon=True).start()
+
+# %% ../nbs/machinery/03_launch.ipynb #end038
+@dataclass
+class SaveTimes:
+    "When a run saves on its way: after so many minutes, and where any of its ranks was asked to end."
+    asked: object          # function that gives the signal's number, see told_to_end
+    minutes: float = 0.    # between two checkpoints; 0: only where an end is asked for
+    ranks: Ranks = Ranks()
+    last: float = field(default_factory=time.monotonic)     # when it saved
+    signal: int = 0        # that asked for an end
+
+    def due(self):
+        "Whether to save now, the same on all ranks."
+        self.signal = max(self.ranks.each(list(range(self.ranks.count)), lambda mine: [self.asked()] * len(mine)))
+        late = lambda: self.minutes > 0 and time.monotonic() - self.last > 60 * self.minutes
+        return bool(self.signal or self.ranks.once(late))
+
+    def saved(self, what, say):
+        "Note that a step or a part (`what`) is saved; where an end was asked for, say so and leave. Raises SystemExit."
+        self.last = time.monotonic()
+        if not self.signal: return
+        say(f'saved after {what} and ended, as it was told to ({signal.Signals(self.signal).name}): with resume=true the '
+            'same command goes on')
+        self.ranks.wait()
+        sys.exit(0 if is_rank() else 128 + self.signal)              # of ranks the launcher knows it
 
 # %% ../nbs/machinery/03_launch.ipynb #end035
 _BEATS, _PATIENCE = '.beats', 240     # folder in a run's, with a file for each rank; seconds without a change

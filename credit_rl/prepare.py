@@ -7,16 +7,17 @@ __all__ = ['WarmUpChoice', 'Warming', 'make_warming', 'read_warming', 'check_war
            'gate_table', 'is_warmup', 'warmup_table', 'calibration_pairs', 'main']
 
 # %% ../nbs/5_run/65_prepare.ipynb #c002
-import contextlib, importlib.util, math, sys
+import importlib.util, math, shutil, sys
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 import torch
 from .critics import brier, expected_calibration_error
+from .datasets import subsample
 from .dry_run import is_large, no_gpu, rank_tflops
 from .engine import seed_of
 from .estimate import Load, describe, memory, read_sizes, step_seconds
 from .environment import as_played, open_search
-from .launch import LaunchError, is_rank, on_ranks, set_torch, speak
+from .launch import LaunchError, SaveTimes, is_rank, on_ranks, set_torch, speak, told_to_end
 from .layout import pack
 from .learner import BadStep, FrozenModels, only_data
 from .losses import kl
@@ -27,13 +28,12 @@ from .outcome import outcome_rewards
 from .parameters import (by_group, error_line, from_settings, make_parser, notebook_settings,
                                   read_settings)
 from .protocol import PROTOCOLS, prompt_hash
-from .runlog import (RunLog, latest_checkpoint, read_json, read_metrics, read_params, save_checkpoint,
-                              stored_folders)
+from .runlog import RunLog, latest_checkpoint, read_json, read_metrics, read_params, stored_folders
 from .settings import Config, check, data_sets, tree_notes
-from .sharded import DeepSpeedBackend
-from .setup import (Examiner, bound_method, examine, make_engine, make_setup, origin_of, plan_of,
+from .setup import (Examiner, bound_method, examine, make_backend, make_engine, make_setup, origin_of, plan_of,
                              real_questions, real_search, start_critic)
-from .train import MAY_CHANGE, SilentLog, check_same_params, end_interrupted, held, saving
+from .train import (MAY_CHANGE, SilentLog, check_same_params, end_interrupted, held, keeping_bad, play_parts,
+                             save_point)
 from .vllm_engine import EngineLost
 from .warmup import (GATE, Collection, CollectionPlan, Examination, GateFailed, Missing, Sampler, WarmUp,
                               collect, critic_learner, make_pairs, read_collected, report_from, searching, warm_up,
@@ -132,6 +132,7 @@ def _gathered(path, player, env, questions, how, other, embed, say):
     if not player.ranks.once(path.exists):
         found = collect(player, env, questions, how, other, _embedder(embed), say)
         player.ranks.once(lambda: found.save(path))
+        player.ranks.once(lambda: shutil.rmtree(path.with_name('played'), ignore_errors=True))
     return read_collected(path)
 
 # %% ../nbs/5_run/65_prepare.ipynb #c013
@@ -172,18 +173,15 @@ def _finished_warming(
     return summary if summary['passed'] or summary['step'] >= most else None
 
 # %% ../nbs/5_run/65_prepare.ipynb #c016
-def _keep_exam(log, learner, keep, ranks, kept):
-    "Log an examination and keep the state after it: the learner's by all ranks, the rest by the first."
-    (step, report), loss = kept['history'][-1], kept['loss']
-    row = {name: report[name] for name in ('auc', 'sign_accuracy', 'explained_variance', 'sign_kept', 'sign_lost')}
-    log.metrics(step, **row, **({} if math.isnan(loss) else {'loss': loss}))
-    def write(folder):
-        with saving(log.folder/'checkpoints'/f'step-{step:06d}'):
-            learner.save(ranks.once(lambda: str(folder)))
-            ranks.wait()
-            if ranks.first: torch.save(kept, Path(folder)/'warmup.pt')
-    if ranks.first: save_checkpoint(log.folder, step, write, keep)
-    else: write(None)
+def _keep_step(log, learner, keep, times, say, kept):
+    """Log an examination, and save after it, or between two where it is time. Leaves where an end was asked for."""
+    step, (examined, report), loss = kept['step'], kept['history'][-1], kept['loss']
+    if step == examined:
+        row = {name: report[name] for name in ('auc', 'sign_accuracy', 'explained_variance', 'sign_kept', 'sign_lost')}
+        log.metrics(step, **row, **({} if math.isnan(loss) else {'loss': loss}))
+    if not times.due() and step != examined: return
+    save_point(log, step, learner, lambda folder: torch.save(kept, folder/'warmup.pt'), keep, times.ranks)
+    times.saved(f'step {step}', say)
 
 # %% ../nbs/5_run/65_prepare.ipynb #c017
 def _plan(c):
@@ -227,7 +225,7 @@ def prepare(
         if c.model != 'tiny': find_model(c.model)
         for line in [*_forecast(c), *no_gpu(c, c.model)] if is_large(c.model) else (): say(line)
     return on_ranks('credit_rl.prepare', c, say, lambda ranks: _prepare(c, say, ranks),
-                    lambda s: held(s, (*MAY_CHANGE, 'warm_steps')), over, c.checkpoints.restarts)
+                    lambda s: held(s, (*MAY_CHANGE, 'warm_steps')), over, c.checkpoints.restarts, c.checkpoints.grace)
 
 # %% ../nbs/5_run/65_prepare.ipynb #c019
 def _prepare(c, say, ranks):
@@ -238,12 +236,13 @@ def _prepare(c, say, ranks):
         say(f'{c.run} is only shown again: its warm-up is over')
         return Path(c.run)
     set_torch(c.threads, c.tf32)
-    with RunLog(c.run, c.resume, c.trackers) if ranks.first else SilentLog(c.run) as log:
-        return _warmed(c, log, ranks, say)
+    with told_to_end(c.run) as asked, RunLog(c.run, c.resume, c.trackers) if ranks.first else SilentLog(c.run) as log:
+        return _warmed(c, log, SaveTimes(asked, c.checkpoints.minutes, ranks), say)
 
 # %% ../nbs/5_run/65_prepare.ipynb #sp654
-def _warmed(c, log, ranks, say):
+def _warmed(c, log, times, say):
     "Warm up into a run folder that this process holds, which gets its parameters. Returns it."
+    ranks = times.ranks
     real = None if c.data == 'tiny' else (real_questions(c, c.seed), real_search(c, c.protocol))
     for line in tree_notes(c.tree, 'a warm-up reads its states as rows of their own'): say(line)
     with log.beginning():
@@ -252,19 +251,23 @@ def _warmed(c, log, ranks, say):
         stage = ranks.in_turn(lambda: make_setup(c, origin, say, real))
         metric = bound_method(c, stage.chat).metric
         engine = make_engine(c, origin.start, stage.model, stage.chat.tokenizer)
-    player, data = Sampler(engine, c.sampling, ranks), {}
+    keep = lambda questions, play, name: play_parts(
+        log.folder/'played'/str(name), [questions[i:i + 256] for i in range(0, len(questions), 256)], play, times, say)
+    player, data = Sampler(engine, c.sampling, ranks, keep), {}
     try:
         for part, most in (('train', c.sorted_questions), ('dev', None)):
             env, path = stage.environments[part], log.folder/f'rollouts-{part}.jsonl.gz'
-            data[part] = _gathered(path, player, env, stage.questions[part][:most],
+            data[part] = _gathered(path, player, env, subsample(stage.questions[part], most or len(stage.questions[part]), c.seed),
                                    _collecting(c, metric, part), _elsewhere(c, env), c.embed,
                                    lambda line: say(f'{part}: {line}'))
     finally:
         if c.engine != 'hf': engine.close()
     exam = Examination(data['dev'], stage.environments['dev'], metric, c.row_tokens)
     teaching = _warming_learner(c, origin, stage.model)
-    with _keeping_bad(log, stage.chat.tokenizer):
-        learner, history = _teach(teaching, data['train'], exam, log, ranks, say)
+    decode = stage.chat.tokenizer.decode
+    made = lambda e: {'step': e.step, 'states': [{'text': decode(ids), 'outcome': outcome} for ids, outcome in e.pairs]}
+    with keeping_bad(log, made, 'warm-up, '):
+        learner, history = _teach(teaching, data['train'], exam, log, times, say)
     summary = {**_summary(c, history, exam, learner), 'protocol': stage.chat.protocol.name,
                'prompt_hash': prompt_hash(stage.chat.protocol),
                'rendered_hash': prompt_hash(stage.chat)}
@@ -272,16 +275,6 @@ def _warmed(c, log, ranks, say):
     ranks.wait()
     say(('passed: ' if history[-1][1].passed else 'NOT passed: ') + str(history[-1][1]))
     return log.folder
-
-# %% ../nbs/5_run/65_prepare.ipynb #t6501
-@contextlib.contextmanager
-def _keeping_bad(log, tokenizer):
-    "Where a step is refused, keep in `bad_step.json` what it was, and the states that made it. Raises BadStep."
-    try: yield
-    except BadStep as e:
-        states = [{'text': tokenizer.decode(ids), 'outcome': outcome} for ids, outcome in e.pairs]
-        log.bad_step({'step': e.step, 'error': str(e), 'states': states})
-        raise BadStep(f'warm-up, {e}; the states that made it are in {log.folder/"bad_step.json"}') from e
 
 # %% ../nbs/5_run/65_prepare.ipynb #t6502
 def _warming_learner(c, origin, model):
@@ -292,14 +285,13 @@ def _warming_learner(c, origin, model):
     critic = start_critic({**get_method(c.method).critic, 'kind': 'shared', 'mix': 1.}, model, c.seed)
     if c.gradient_checkpointing: model.gradient_checkpointing_enable({'use_reentrant': False})
     frozen = FrozenModels(load_model(origin.base, origin.dtype)[0], offload=tuple(c.offload))
-    backend = None if c.learner == 'plain' else DeepSpeedBackend(c.stage, origin.dtype, c.deepspeed)
-    teacher = critic_learner(model, critic.head, how, frozen, c.temperature, backend, critic.at)
+    teacher = critic_learner(model, critic.head, how, frozen, c.temperature, make_backend(c), critic.at)
     return how, teacher, c.checkpoints.keep
 
-def _teach(teaching, data, exam, log, ranks, say):
+def _teach(teaching, data, exam, log, times, say):
     "Teach a critic on what was collected, from the last checkpoint on: the learner, and its examinations."
     (how, learner, keep), kept = teaching, None
-    found = ranks.once(lambda: latest_checkpoint(log.folder))
+    found = times.ranks.once(lambda: latest_checkpoint(log.folder))
     log.cut(found[0] if found else -1)
     if found:
         learner.restore(found[1])
@@ -308,7 +300,7 @@ def _teach(teaching, data, exam, log, ranks, say):
     say(f'{len(pairs.contexts)} states of {len(data.groups)} rollouts to teach, {len(exam.pairs.contexts)} '
         f'of {len(exam.data.groups)} to examine on')
     try:
-        store = lambda state: _keep_exam(log, learner, keep, ranks, state)
+        store = lambda state: _keep_step(log, learner, keep, times, say, state)
         return learner, warm_up(learner, pairs, lambda: exam(learner), how, say, store, kept)
     except GateFailed as e: return learner, e.history
 

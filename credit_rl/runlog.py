@@ -750,7 +750,7 @@ def check_free(folder):  # which need not exist
 
 # %% ../nbs/machinery/02_runlog.ipynb #c032
 _GROWING = {'metrics.jsonl': False, 'turns.jsonl.gz': True}   # of a run: whether it is packed
-_HOLDS = ['params.yaml', *_GROWING, 'summary.json', 'checkpoints']
+_HOLDS = ['params.yaml', *_GROWING, 'summary.json', 'checkpoints', 'played']
 
 def check_folder(folder):
     "Refuse the folder of a run that could not be made or written, without making it. Raises OSError."
@@ -1009,8 +1009,8 @@ def _check_values(values):
                             'a tensor of one element into a number')
 
 def _undo_beginning(folder):
-    "Remove what a run has written before its first checkpoint or summary; where it has one, nothing."
-    if _checkpoints(folder) or (folder/'summary.json').exists(): return
+    "Remove what a run has written before its first checkpoint, part that was played, or summary; where it has one, nothing."
+    if _checkpoints(folder) or any((folder/name).exists() for name in ('summary.json', 'played')): return
     for name in ('params.yaml', *_GROWING): (folder/name).unlink(missing_ok=True)
     with contextlib.suppress(OSError): (folder/'checkpoints').rmdir()  # kept if anything is in it
 

@@ -5,11 +5,11 @@
 # %% auto #0
 __all__ = ['Setup', 'tiny_worlds', 'known_worlds', 'make_setup', 'real_questions', 'real_search', 'real_passages',
            'draw_questions', 'run_facts', 'bound_method', 'make_engine', 'hand_over', 'add_lora', 'merge_lora',
-           'Origin', 'base_folder', 'origin_of', 'make_learner', 'start_critic', 'plan_of', 'load_of', 'forecast',
-           'foretell', 'weigh', 'Examiner', 'examine']
+           'start_engine', 'Origin', 'base_folder', 'origin_of', 'make_backend', 'make_learner', 'start_critic',
+           'plan_of', 'load_of', 'forecast', 'foretell', 'weigh', 'Examiner', 'examine']
 
 # %% ../nbs/5_run/62_setup.ipynb #c002
-import dataclasses, importlib.util, os, random, sys, tempfile
+import copy, dataclasses, importlib.util, os, random, sys, tempfile
 from dataclasses import dataclass
 from inspect import signature
 from pathlib import Path
@@ -411,6 +411,19 @@ def merge_lora(model):  # Hugging Face causal model, changed in place
                          'was not merged right; use the run itself, or train all weights')
     model.train(training)
 
+# %% ../nbs/5_run/62_setup.ipynb #r6205
+def start_engine(
+    c,       # Config
+    origin,  # Origin
+    setup,   # Setup, whose model gets the run's low-rank additions
+):
+    """Who acts in a run that learns. It acts with the model that learns, or with a copy, which stays whole, and as it is
+    while the other learns."""
+    if c.lora: add_lora(setup.model, c.lora, c.seed)
+    apart = c.engine == 'hf' and (c.ahead or c.learner == 'deepspeed' and c.stage == 3)
+    acts = copy.deepcopy(setup.model).eval() if apart else setup.model
+    return make_engine(c, origin.start, acts, setup.chat.tokenizer)
+
 # %% ../nbs/5_run/62_setup.ipynb #c056
 @dataclass(frozen=True)
 class Origin:
@@ -444,6 +457,12 @@ def origin_of(
     return Origin(base, start, c.dtype, bool(c.lora) and how in (True, False, 'gaussian') and start == base)
 
 # %% ../nbs/5_run/62_setup.ipynb #n0206
+def make_backend(
+    c,  # Config
+):
+    "What a run's learner runs through: `DeepSpeedBackend`, or None for plain PyTorch."
+    return None if c.learner == 'plain' else DeepSpeedBackend(c.stage, c.dtype, c.deepspeed)
+
 def make_learner(
     c,       # Config
     origin,  # Origin
@@ -463,8 +482,7 @@ def make_learner(
         for m in (model, critic and critic.model):
             if m is not None: m.gradient_checkpointing_enable({'use_reentrant': False})
     if c.tree: _read_trees(model, critic and critic.model, reference, teacher)
-    backend = None if c.learner == 'plain' else DeepSpeedBackend(c.stage, origin.dtype, c.deepspeed)
-    return Learner(model, loss, c.optimiser, critic, frozen, c.temperature, c.seed, backend)
+    return Learner(model, loss, c.optimiser, critic, frozen, c.temperature, c.seed, make_backend(c))
 
 def _read_trees(*models):
     "Let a learner's models read trees, as far as they are models of their own. Raises ValueError on one that can't."

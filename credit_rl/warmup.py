@@ -332,7 +332,8 @@ def warm_up(
     examine,    # function () -> GateReport, on held-out rollouts, of the critic as it is
     how=WarmUp(),
     say=None,   # function called with a line of text at each examination
-    # function called after each examination with a dict of what, besides the learner, the next step depends on
+    # function called after each step with a dict of what, besides the learner, the next one depends on: step, loss,
+    # history (of examinations), generator
     keep=None,
     kept=None,  # such a dict, to go on from with a learner that was restored to that step
 ):
@@ -342,18 +343,22 @@ def warm_up(
     def sit(step, loss):
         history.append((step, examine()))
         if say: say(f'step {step}: loss {loss:.4f}; {history[-1][1]}')
+    def note(step, loss):
         if keep:
             keep({'step': step, 'loss': loss, 'history': [(n, asdict(r)) for n, r in history],
                   'generator': generator.get_state()})
     if kept:
         generator.set_state(kept['generator'].cpu())
         history += [(n, GateReport(**{**r, 'pairs': tuple(r['pairs'])})) for n, r in kept['history']]
-    else: sit(0, math.nan)
-    for step in range(history[-1][0] + 1, how.steps + 1):
+    else:
+        sit(0, math.nan)
+        note(0, math.nan)
+    for step in range((kept['step'] if kept else 0) + 1, how.steps + 1):
         if history[-1][0] >= how.least and history[-1][1].passed: break
         chosen = draw_pairs(pairs.buckets, how.batch, generator)
         loss = _teach(learner, pairs, chosen)
         if step % how.every == 0 or step == how.steps: sit(step, loss)
+        note(step, loss)
     step, last = history[-1]
     if how.must_pass and not (last.passed and step >= how.least): raise GateFailed(history)
     return history
@@ -528,11 +533,16 @@ class Sampler:
     engine: object         # of the model whose competence is meant
     sampling: SamplingParams
     ranks: Ranks = Ranks()
+    # function (questions, play, name) -> list of Group that plays by play(questions, 0), and keeps what was played under
+    # the name; None: nothing is kept on the way
+    keep: object = None
 
     def play(self, env, questions, times, *seed):
         "Play each question so many times: a list of Group; what is printable in `seed` decides the draws."
-        return self.ranks.each(questions, lambda share: rollout(self.engine, env, share, times, self.sampling,
-                                                                seed_of(*seed)))
+        play = lambda part, i=0: self.ranks.each(part, lambda share: rollout(self.engine, env, share, times, self.sampling,
+                                                                             seed_of(*seed)))
+        if self.keep is None: return play(questions)
+        return self.keep(questions, play, seed_of(*seed, *(q.id for q in questions)))
 
 # %% ../nbs/4_learning/54_warmup.ipynb #n54coll
 def collect(

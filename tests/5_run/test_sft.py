@@ -16,7 +16,7 @@ from credit_rl.models import load_model, load_tokenizer
 from credit_rl.protocol import PROTOCOLS, Chat, byte_tokenizer, get_protocol, prompt_hash
 from credit_rl.rollout import rollout
 from credit_rl.runlog import read_turns
-from credit_rl.sft import Imitation, demos_main, fine_tune, keep_right, main, read_demos
+from credit_rl.sft import Imitation, demos_main, fine_tune, imitator, keep_right, main, read_demos
 from credit_rl.tiny import tiny_environment
 from credit_rl.trajectory import Group, example_group
 from credit_rl.world import make_world
@@ -45,13 +45,20 @@ def test_the_command_leaves_a_model_that_loads(tmp_path, root, monkeypatch):
     'given, message',
     [
         ('sft.questons=9', "no setting 'sft.questons'; did you mean 'sft.questions'?"),
-        ('dry_run=true', 'dry_run is for training by reinforcement'),
+        ('sft.rollouts=nowhere', 'no such folder'),
     ],
 )
 def test_what_it_does_not_take_is_refused_before_it_plays(tmp_path, root, monkeypatch, given, message):
     monkeypatch.chdir(root)
     with pytest.raises(SystemExit, match=message): main([f'run={tmp_path / "run"}', 'model=data/tiny_base', given])
     assert not (tmp_path / 'run').exists()
+
+
+def test_a_dry_run_tells_what_a_fine_tuning_takes(tmp_path, root, monkeypatch, capsys):
+    monkeypatch.chdir(root)
+    main([f'run={tmp_path / "run"}', 'model=data/tiny_base', 'dry_run=true', 'tflops=1', 'sft.questions=50', 'sft.epochs=3',
+          'method=carl', 'protocol=carl-tiny'])
+    assert '200 rows' in capsys.readouterr().out and not (tmp_path / 'run').exists()
 
 
 def test_games_are_different_right_and_few():
@@ -76,7 +83,8 @@ def test_one_update_is_a_step_down_the_mean_log_probability(root, played):
     _, _, groups = played
     model, twin = (load_model(str(root / 'data/tiny_base'))[0] for _ in range(2))
     before = [p.detach().clone() for p in model.parameters()]
-    fine_tune(model, groups, Imitation(epochs=1, batch=99, learning_rate=1e-3), row_tokens=300)
+    how = Imitation(epochs=1, batch=99, learning_rate=1e-3)
+    fine_tune(imitator(model, groups, how, row_tokens=300), groups, how)
     layout = pack(groups)
     logps = token_logps(twin, layout.ids, layout.trained)
     (-logps[layout.trained].mean()).backward()
@@ -89,7 +97,8 @@ def test_the_order_is_the_seeds_and_every_rollout_is_learned_once_an_epoch(playe
     _, _, groups = played
     seen = []
     monkeypatch.setattr(sft, '_imitate', lambda learner, batch, compute: seen.append(batch) or {'loss': 1.})
-    for seed in (0, 0, 1): fine_tune(played[0], groups, Imitation(epochs=2, batch=5), seed=seed)
+    how = Imitation(epochs=2, batch=5)
+    for seed in (0, 0, 1): fine_tune(imitator(played[0], groups, how), groups, how, seed)
     runs = [seen[:6], seen[6:12], seen[12:]]
     names = [[[id(g.trajectories[0]) for g in batch] for batch in run] for run in runs]
     assert names[0] == names[1] != names[2] and [len(b) for b in names[0]] == [5, 5, 2] * 2
@@ -98,10 +107,11 @@ def test_the_order_is_the_seeds_and_every_rollout_is_learned_once_an_epoch(playe
 
 
 def test_narrow_forwards_keep_wide_weights(root, played):
-    model = load_model(str(root / 'data/tiny_base'))[0]
-    wide = fine_tune(model, played[2], Imitation(epochs=1, batch=12))[0]
-    model = load_model(str(root / 'data/tiny_base'))[0]
-    narrow = fine_tune(model, played[2], Imitation(epochs=1, batch=12, compute='bfloat16'))[0]
+    def first(how):
+        model = load_model(str(root / 'data/tiny_base'))[0]
+        return model, fine_tune(imitator(model, played[2], how), played[2], how)[0]
+    _, wide = first(Imitation(epochs=1, batch=12))
+    model, narrow = first(Imitation(epochs=1, batch=12, compute='bfloat16'))
     assert all(p.dtype == torch.float32 for p in model.parameters())
     assert narrow['loss'] != wide['loss'] and abs(narrow['loss'] - wide['loss']) < .02
 
@@ -151,8 +161,9 @@ def test_an_update_whose_gradient_is_not_finite_is_not_taken(tmp_path, root, mon
     bad = json.loads((tmp_path / 'run' / 'bad_step.json').read_text())
     assert bad['step'] == 3 and 'loss' in bad['error']
     assert bad['rollouts'] and all('<answer>' in row for row in bad['rollouts'])
-    assert sorted(p.name for p in (tmp_path / 'run').iterdir()) == ['bad_step.json']
+    assert sorted(p.name for p in (tmp_path / 'run').iterdir()) == ['bad_step.json', 'params.yaml', 'played']
     calls.clear()
+    monkeypatch.setattr(sft, 'rollout', lambda *args: pytest.fail('what was played is played again'))
     main([*words, 'resume=true', 'on_bad_step=skip'])
     assert json.loads((tmp_path / 'run' / 'summary.json').read_text())['bad_updates'] == 1
     weights = load_model(str(tmp_path / 'run' / 'model'))[0].parameters()

@@ -40,7 +40,7 @@ from credit_rl.settings import Config, make_config
 from credit_rl.setup import plan_of
 from credit_rl.step_metrics import is_kept
 from credit_rl.train import begin_run, main, train
-from credit_rl.trajectory import Group, example_group, trajectory_from_json
+from credit_rl.trajectory import Group, Question, example_group, trajectory_from_json
 from credit_rl.view import show_rollout
 from credit_rl.vllm_engine import VLLMSettings
 from credit_rl.warmup import WarmupRollouts
@@ -1189,3 +1189,12 @@ def test_the_last_policy_answers_the_test_questions_once_where_it_is_the_best(tm
     summary = json.loads((tmp_path / 'run/summary.json').read_text())
     assert summary['best_step'] == best and asked.count('test') == tests
     assert best == 0 or summary['last_em'] == summary['final_em']
+
+
+def test_the_base_attempts_questions_of_all_sets():
+    "Dev questions of two sets, one set behind the other. Before, the first four were of the first set alone."
+    questions = [Question(f'{name}{i}', 'q', ('a',), source=name) for name in ('nq', 'musique') for i in range(20)]
+    played, setup = [], SimpleNamespace(questions={'dev': questions})
+    ranks = SimpleNamespace(each=lambda share, play: played.extend(share))
+    training.Actor.attempt_dev(SimpleNamespace(setup=setup, ranks=ranks, seed=0), 8)
+    assert {q.source for q in played} == {'nq', 'musique'} and len(played) == 8

@@ -1,5 +1,9 @@
 """66_export: what goes out plays elsewhere as it played here, awkward bases included."""
+import importlib.util
 import json
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -87,7 +91,7 @@ def base_of(folder, case):
     torch.manual_seed(0)
     kind, config = (MistralForCausalLM, MistralConfig) if case == 'window' else (LlamaForCausalLM, LlamaConfig)
     model = kind(config(
-        vocab_size=len(tokenizer), hidden_size=48, intermediate_size=96, num_hidden_layers=1, num_attention_heads=2,
+        vocab_size=len(tokenizer), hidden_size=64, intermediate_size=96, num_hidden_layers=1, num_attention_heads=2,
         num_key_value_heads=1, max_position_embeddings=4096, eos_token_id=tokenizer.eos_token_id, bos_token_id=None,
         tie_word_embeddings=case == 'eos list', **({'sliding_window': 1500} if case == 'window' else {})))
     said = {'no template': ['template=chatml'], 'dated': ["template_options={strftime_now: '2026-01-31'}"]}
@@ -109,8 +113,30 @@ def let_it_end(folder, case, question, chat):
     model.save_pretrained(folder)
 
 
+BY_VLLM = """
+import json, sys
+from vllm import LLM, SamplingParams
+if __name__ == '__main__':
+    folder, tools, asked = json.load(sys.stdin)
+    engine = LLM(folder, dtype='float32', enforce_eager=True, max_model_len=2048)
+    for r in engine.chat(asked, SamplingParams(temperature=0, max_tokens=6), tools=tools, use_tqdm=False):
+        print('came', json.dumps([list(r.prompt_token_ids), list(r.outputs[0].token_ids)]), flush=True)
+"""
+
+
+def asked_by_vllm(folder, tools, messages):
+    "What vLLM alone, which knows the folder and nothing of us, reads and writes after messages: (prompt ids, ids) each."
+    done = subprocess.run(
+        [sys.executable, '-c', BY_VLLM], input=json.dumps([str(folder), tools, messages]), text=True, capture_output=True,
+        env={**os.environ, 'VLLM_ENABLE_V1_MULTIPROCESSING': '0', 'VLLM_CPU_KVCACHE_SPACE': '1', 'HF_HUB_OFFLINE': '1'})
+    came = [json.loads(line[5:]) for line in done.stdout.splitlines() if line.startswith('came ')]
+    assert len(came) == len(messages), done.stdout[-3000:] + done.stderr[-3000:]
+    return came
+
+
 @pytest.mark.parametrize('case', ['eos list', 'no template', 'end of turn', 'dated', 'window'])
 def test_a_round_trip(case, tmp_path, root):
+    "By us, by transformers' `generate`, and where it is installed (make test-vllm) by vLLM."
     from transformers import AutoModelForCausalLM, AutoTokenizer
     base, asked = tmp_path / 'base', ['data=hotpotqa', f'path={root / "data/hotpotqa_sample.json"}', 'threads=1']
     more, protocol = base_of(base, case), root / 'runs/params/protocols/short.yaml'
@@ -128,7 +154,7 @@ def test_a_round_trip(case, tmp_path, root):
     if case == 'end of turn':                                          # nothing is said again
         train({'data': 'hotpotqa', 'path': str(root / 'data/hotpotqa_sample.json'), 'model': str(made), 'method': 'grpo',
                'threads': 1, 'steps': 1, 'questions': 2, 'questions_per_step': 1, 'group_size': 2, 'dev_questions': 1,
-               'test_questions': 1, 'learning_rate': 1e-9, 'run': str(tmp_path / 'run')}, say=lambda line: None)
+               'test_questions': 1, 'learning_rate': 1e-9, 'track': '', 'run': str(tmp_path / 'run')}, say=lambda line: None)
         made = export_run(tmp_path / 'run', tmp_path / 'made')
     protocol_text = protocol.read_text()
     run_evaluation({'data': 'hotpotqa', 'path': asked[1].removeprefix('path='), 'model': str(made), 'questions': 2,
@@ -137,12 +163,13 @@ def test_a_round_trip(case, tmp_path, root):
     play = read_json(made / 'credit_rl.json')['play']
     assert (made / play['protocol']).read_text() == protocol_text
     model, tokenizer = AutoModelForCausalLM.from_pretrained(made), AutoTokenizer.from_pretrained(made)
-    ends = []
-    for t in played:
-        messages = chat.messages(t.question.text)
-        ids = tokenizer.apply_chat_template(messages, tools=chat.tools, add_generation_prompt=True, return_dict=False)
+    ends, messages = [], [chat.messages(t.question.text) for t in played]
+    for t, asked in zip(played, messages):
+        ids = tokenizer.apply_chat_template(asked, tools=chat.tools, add_generation_prompt=True, return_dict=False)
         assert ids == list(t.prompt_ids)
         written = model.generate(torch.tensor([ids]), max_new_tokens=6, do_sample=False)[0, len(ids):].tolist()
         assert written == list(t.turns[0].action_ids)
         ends.append(len(written) < 6)
     assert any(ends)
+    if importlib.util.find_spec('vllm'):
+        assert asked_by_vllm(made, chat.tools, messages) == [[list(t.prompt_ids), list(t.turns[0].action_ids)] for t in played]

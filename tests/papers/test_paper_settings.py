@@ -16,6 +16,7 @@ import torch
 import yaml
 from transformers import LlamaConfig, Qwen2Config, Qwen3Config
 
+from credit_rl import sft
 from credit_rl.studies.when_to_ask import asking_settings
 from credit_rl.compare import plan_jobs
 from credit_rl.datasets import MIXTURES, load_questions
@@ -25,7 +26,7 @@ from credit_rl.evaluate import _vllm as vllm_arguments
 from credit_rl.evaluate import Evaluation, check_evaluation, read_manifest, read_scores, run_evaluation, set_names
 from credit_rl.studies.longform import JudgeChoice
 from credit_rl.options import dotted, flat, options_in
-from credit_rl.studies.papers import ENTRIES
+from credit_rl.studies.papers import PAPERS, entries, read_paper
 from credit_rl.layout import pack
 from credit_rl.learner import Learner, Optimiser, make_critic, saved_policy
 from credit_rl.parts import Credit, Measured
@@ -496,6 +497,19 @@ def test_the_job_of_the_page_on_gpus_is_priced_by_its_dry_run(sizes):
     assert f"a checkpoint is {needs['checkpoint'] / 1e9:.0f} GB" in page
 
 
+@pytest.mark.parametrize('name, rows', [('carl_qwen2.5_3b', 32_000), ('carl_qwen2.5_7b', 32_000),
+                                        ('prs_long_qwen3_14b', 1_600)])
+def test_a_fine_tuning_that_a_paper_has_is_told_by_its_file_and_fits(name, rows, sizes, monkeypatch):
+    "A policy alone, on the ranks of the training; at most as many rows as the command asks for."
+    text = (ROOT / 'runs/params' / f'{name}.yaml').read_text()
+    config, small = make_config(yaml.safe_load(text)), sizes['Qwen/Qwen2.5-14B-Instruct']
+    how = from_settings(sft.Imitation, {n: yaml.safe_load(v) for n, v in re.findall(r'sft\.(\w+)=(\S+)', text)})
+    monkeypatch.setattr(sft, 'read_sizes', lambda model: sizes.get(model, small))
+    assert sft._weigh(config)['rank'] < .9 * GPU['prs' if 'long' in name else 'carl'] and how.learning_rate == 1e-5
+    lines = sft._forecast(config, how)
+    assert f'{config.ranks} ranks, ZeRO 3' in lines[0] and f'{rows:,} rows' in lines[-1]
+
+
 @pytest.mark.parametrize('name', FILES)
 def test_a_setting_fits_its_papers_host(name, sizes):
     config = make_config(settings(name))
@@ -683,12 +697,13 @@ def test_an_evaluation_plays_by_the_engine_of_the_training(name):
     assert rank['dtype'] == 'bfloat16' and rank['own_process']
 
 
-def test_the_commands_of_the_papers_name_files_that_say_where_they_run():
-    "Every command that evaluates or examines, as `credit-rl` takes it; the one of another program says it itself."
-    for entry in (e for of in ENTRIES.values() for e in of if e.command):
-        for file in re.findall(r'--params (runs/params/eval_\S+)', entry.command):
-            assert yaml.safe_load((ROOT / file).read_text())['engine'] == 'vllm'
-        if 'lm_eval' in entry.command: assert '--model vllm' in entry.command and 'dtype=bfloat16' in entry.command
+def test_the_evaluations_of_the_papers_say_where_they_run():
+    "Every file that evaluates; the command of another program says it itself."
+    for test in (t for p in PAPERS for t in read_paper(p)['tests'].values()):
+        if file := test.get('evaluate') or test.get('longform'):
+            assert yaml.safe_load((ROOT / 'runs' / 'params' / f'{file}.yaml').read_text())['engine'] == 'vllm'
+    (command,) = [e.command for p in PAPERS for e in entries(p) if e.command]
+    assert '--model vllm' in command and 'dtype=bfloat16' in command
 
 
 @pytest.mark.parametrize('name', EVALUATIONS)

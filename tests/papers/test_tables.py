@@ -1,123 +1,58 @@
-"""The papers' tables and figures: none is missing from the list, each that is said to be drawn is drawn from two-step
-runs made here, and each command that is named is one."""
-import math
+"""The papers' tables and figures: none is missing, each command that an entry plans is one, folders of another lineage
+are refused, and what is drawn is what the paper means, from made-up folders and from small runs."""
+import json
 import os
 import re
-import shlex
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
-import yaml
 
-from credit_rl.studies import tables
-from credit_rl.command import VERBS, main
-from credit_rl.studies.competence import examine_run
-from credit_rl.engine import ScriptedEngine
+from credit_rl.command import main
 from credit_rl.estimate import KNOWN_SIZES
-from credit_rl.evaluate import Evaluation, check_evaluation, run_evaluation
-from credit_rl.studies.longform import run_longform
+from credit_rl.methods import get_method
+from credit_rl.parts import assign
 from credit_rl.potentials import scoring_flops
-from credit_rl.studies.papers import (ABSENT, ENTRIES, LAST, Entry, count_states, entry_table, find_entry, numbered,
-                              paper_numbers, paper_sentences, papers_folder, report, reported_table)
-from credit_rl.parameters import by_group, from_settings, make_parser, read_settings
-from credit_rl.prepare import prepare
-from credit_rl.runlog import RunLog, read_metrics, read_turns
-from credit_rl.settings import Config, make_config
-from credit_rl.setup import tiny_worlds
-from credit_rl.studies.tables import DRAWINGS, draw_entry, entry_lines, gain_table, setting_gaps, settings_table, sort_folders
-from credit_rl.tiny import NOISY_CODER, act_coder, memory_of, tiny_model, tiny_tokenizer
-from credit_rl.train import train
-from test_longform import by_numbers, gossip, settings_for
-from judge_server import Stub
-from made_runs import BIG, SEVEN, answered, assessed, judged, made
+from credit_rl.runlog import RunLog
+from credit_rl.step_metrics import credit_metrics
+from credit_rl.studies import papers, tables
+from credit_rl.studies.papers import (PAPERS, RunRow, all_works, entries, find_entry, make_works, paper_numbers,
+                                      paper_sentences, papers_folder, plan_entry, plan_lines, plan_table, price,
+                                      read_paper, report, reported_table)
+from credit_rl.studies.tables import DRAWINGS, draw_rows, score_table
+from credit_rl.trajectory import Group, example_group, to_json
+from made_runs import BIG, SEVEN, SMALL, answered, assessed, evaluated, judged, made
 
 ROOT = Path(__file__).resolve().parents[2]
-OF_RUNS = {*DRAWINGS} - {'trained_table', 'checkpoint_figure', 'option_figure', 'asking_rates', 'tier_table'}
-DRAWN = [e for of in ENTRIES.values() for e in of if e.draw]
-SMALL = dict(steps=2, eval_every=2, questions=20, dev_questions=6, test_questions=6, questions_per_step=4, group_size=4,
-             threads=1, track='', log_rollouts=4)
-WORLD = dict(size=300, hops=[1, 2], famous=dict(train=30, dev=15, test=15), easy=5, hard=5)
-CODED = {**SMALL, 'protocol': 'carl-tiny', 'world': WORLD, 'learning_rate': 1e-3, 'recompute': True}
-WARM = {**{k: v for k, v in CODED.items() if k not in ('steps', 'eval_every')}, 'method': 'carl', 'per_tier': 20,
-        'clusters': 4, 'warm_steps': 2, 'warm_least': 1, 'warm_every': 1, 'warm_batch': 64, 'warm_rise': 1,
-        'must_pass': False}
+MULTI = ['hotpotqa', '2wikimultihopqa', 'musique', 'bamboogle']
 
 
-def quiet(line): pass
+@pytest.fixture(autouse=True)
+def at_root(monkeypatch): monkeypatch.chdir(ROOT)
 
 
-class Coder(ScriptedEngine):
-    "A scripted coder where a random model would never call; the learner reads what it wrote for itself."
-    def __init__(self, model, tokenizer, worlds, **limits):
-        memory = {text: answer for w in worlds.values() for text, answer in memory_of(w).items()}
-        super().__init__(lambda text, rng: act_coder(text, rng, NOISY_CODER, memory), tokenizer)
-    def load(self, weights): pass
-    def sleep(self): pass
+def drawn(paper, name, rows): return draw_rows(find_entry(paper, name), rows)[0]
 
 
-def carl_runs(folder, patch):
-    "A warm-up, and a run by CARL that begins with its critic and is examined."
-    tokenizer, model = tiny_tokenizer(numbers=True), folder / 'coder'
-    tiny_model(tokenizer, width=32, heads=1, feedforward=64).save_pretrained(model)
-    tokenizer.save_pretrained(model)
-    worlds = tiny_worlds(config := make_config({**CODED, 'method': 'carl', 'model': str(model)}), config.seed)
-    patch.setattr('credit_rl.setup.HFEngine', lambda m, tokenizer, **limits: Coder(m, tokenizer, worlds))
-    warm = prepare({**WARM, 'model': str(model), 'run': str(folder / 'runs' / 'warm')}, say=quiet)
-    run = train({**CODED, 'method': 'carl', 'model': str(model), 'critic_from': str(warm),
-                 'run': str(folder / 'runs' / 'carl-0')}, say=quiet)
-    examine_run(run, say=quiet)
-
-
-@pytest.fixture(scope='module')
-def runs(tmp_path_factory, spoken):
-    "Folders of every kind: trainings of two steps, a warm-up, an evaluation with hops, one of long answers, judged."
-    folder = tmp_path_factory.mktemp('tables')
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.cuda, 'is_available', lambda: False)
-        patch.setenv('NO_PROXY', '127.0.0.1')
-        for method, more in (('tips', {'options': {'band': 'medium'}, 'teacher_every': 1}), ('ppo', {}), ('tspo', {}),
-                             ('prs+vspo', {}), ('igpo', {})):
-            train({**SMALL, 'method': method, 'model': str(ROOT / 'data' / 'tiny_base'), 'measure':
-                   ['belief', 'entropy'], 'run': str(folder / 'runs' / f'{method}-0'), **more}, say=quiet)
-        rows = {'musique': str(ROOT / 'data' / 'rows' / 'musique.jsonl'),
-                'hotpotqa': str(ROOT / 'data' / 'hotpotqa_sample.json')}
-        run_evaluation({'data': [*rows], 'path': rows, 'model': spoken, 'run': str(folder / 'runs' / 'played'),
-                        'max_turns': 2, 'turn_tokens': 6, 'passages': 2, 'questions': 2}, say=quiet, progress=False)
-        with Stub(by_numbers) as stub:
-            run_longform(settings_for(stub, folder / 'runs' / 'long'), engine=gossip(None), say=quiet, progress=False)
-        carl_runs(folder, patch)
-        yield folder / 'runs'
-
-
-@pytest.fixture(scope='module')
-def made_folders(tmp_path_factory):
-    "Runs that were evaluated on seven sets and judged, at two steps, and tries without tools, made up."
-    folder = tmp_path_factory.mktemp('made')
-    for method in ('ppo', 'tips', 'tspo', 'igpo', 'prs+vspo'):
-        made(folder / method, method, em=.4, logged={'reward': .4, 'kl': .01})
-        for step, em in ((1, .3), (2, .4)): judged(assessed(folder / method, step, em, (*SEVEN, 'pairs')), em)
-    for i in range(5):
-        answered(folder / f'try-{i}', BIG, {'hotpotqa': [('a', i, 0, 1), ('b', 0, 0, 1)]}, 'direct', False)
-    answered(folder / 'asked', BIG, {'hotpotqa': [('a', 1, 0, 1), ('b', 0, 1, 1)]})
-    return folder
-
-
-# ---- the list ----
+# ---- the specification ----
 
 def test_no_table_and_no_figure_is_missing():
-    assert set(ENTRIES) == set(LAST) == {'tips', 'tspo', 'igpo', 'prs', 'carl'}
-    for paper, of in ENTRIES.items():
-        assert [e.name for e in of] == numbered(paper) and {e.paper for e in of} == {paper}
-    assert len(entry_table()) == sum(map(sum, LAST.values())) - len(ABSENT) == count_states().loc['all', 'all']
-    assert len(entry_table('prs')) == 14 and all(e.title and (e.command or e.state == 'illustration')
-                                                 for of in ENTRIES.values() for e in of)
+    for paper in PAPERS:
+        spec = read_paper(paper)
+        numbered = [f'{kind} {n + 1}' for kind in ('table', 'figure') for n in range(spec[f'{kind}s'])]
+        assert [e.name for e in entries(paper)] == [n for n in numbered if n not in spec.get('absent', ())]
+        named = {r['run'] if isinstance(r, dict) else r for e in entries(paper) for of in e.rows.values()
+                 for r in (of if isinstance(of, list) else [of])}
+        warm = {r.get('warm') for r in spec['runs'].values()} | {r['teacher']['run'] for r in spec['runs'].values()
+                                                                  if isinstance(r.get('teacher'), dict)}
+        assert named | warm - {None} == {*spec['runs']}                  # each run that is specified is one of an entry
+    assert {e.draw for p in PAPERS for e in entries(p)} - {''} == {*DRAWINGS}
+    assert all(bool(e.draw) == bool(e.rows) for p in PAPERS for e in entries(p))
 
 
 @pytest.mark.skipif('CREDIT_RL_PAPERS' not in os.environ, reason='CREDIT_RL_PAPERS is not set')
-def test_the_numbers_are_those_of_the_papers_texts():
-    """CREDIT_RL_PAPERS is a folder of their texts. Every number in one is in the list; all of the list are in it, but
-    for IGPO, whose pictures are lost."""
+def test_the_entries_are_those_of_the_papers_texts():
+    "CREDIT_RL_PAPERS is a folder of their texts; of IGPO the pictures are lost."
     texts = [p.read_text(encoding='utf-8') for p in sorted(Path(os.environ['CREDIT_RL_PAPERS']).glob('*.txt'))]
     title = {'tips': 'INFORMATION-POTENTIAL', 'tspo': 'Double Homogenization', 'igpo': 'Information Gain-based',
              'prs': 'Progressive Reward Shaping', 'carl': 'Knowing When to Ask'}
@@ -125,38 +60,25 @@ def test_the_numbers_are_those_of_the_papers_texts():
         (text,) = [t for t in texts if words in t[:400]]
         found = {f'{"table" if kind == "Table" else "figure"} {n}'
                  for kind, n in re.findall(r'\b(Table|Figure|Fig\.) (\d+)\b', text)}
-        listed = {e.name for e in ENTRIES[paper]}
-        assert found <= listed, (paper, found - listed)
-        if paper != 'igpo': assert found == listed, (paper, listed - found)
-        assert {f'table {LAST[paper][0]}', f'figure {LAST[paper][1]}'} <= found
+        listed = {e.name for e in entries(paper)}
+        assert found <= listed and (paper == 'igpo' or found == listed), paper
 
 
-def settings_in(words):
-    "The settings of a command credit-rl VERB, and of files that it names."
-    parser = make_parser('x', 'About.')
-    settings, _ = read_settings(parser, words, by_group(Config, Evaluation))
-    return settings
-
-
-@pytest.mark.parametrize('command', sorted({e.command for of in ENTRIES.values() for e in of if e.command}))
-def test_a_command_is_one(command, root, monkeypatch):
-    "Its verb, its files and its settings are there."
-    monkeypatch.chdir(root)
-    for part in command.split(' && '):
-        program, verb, *words = shlex.split(part)
-        assert all(Path(w).exists() for w in [verb, *words] if w.endswith(('.yaml', '.ipynb')) and 'notebook' not in w)
-        if program == 'credit-rl':
-            assert verb in VERBS
-            if verb == 'train': make_config(settings_in(words))
-            if verb == 'evaluate':
-                here = {'corpus': None, 'path': None, 'engine': 'hf', 'vllm': {}}       # no server, and no vLLM
-                check_evaluation(from_settings(Evaluation, settings_in(words) | here))
-        else: assert program in ('papermill', 'lm_eval')
+@pytest.mark.parametrize('paper', PAPERS)
+@pytest.mark.long
+def test_every_command_is_one(paper):
+    """Files, settings and options are there, in full size and in small, and no folder belongs to two commands. Before,
+    TIPS's table 6 and two rows of its table 4 were refused, and its figures 4 and 6 had one folder."""
+    for small in (False, True):
+        commands = {}
+        for work in (w for e in entries(paper) for w in all_works(plan_entry(e, 'x', small))):
+            work.check()
+            assert commands.setdefault(work.folder, work.command) == work.command
 
 
 def test_what_the_papers_report_is_read():
-    assert {path.stem for path in papers_folder().glob('*.csv')} == {*ENTRIES, 'said'}
-    for paper in ENTRIES:
+    assert {path.stem for path in papers_folder().glob('*.csv')} == {*PAPERS, 'said'}
+    for paper in PAPERS:
         numbers = paper_numbers(paper)
         assert list(numbers) == ['table', 'unit', 'row', 'column', 'value']
         assert numbers.drop(columns='value').notna().all(axis=None)
@@ -164,8 +86,8 @@ def test_what_the_papers_report_is_read():
             table = reported_table(paper, name)
             assert table.size == len(rows) and rows.unit.nunique() == 1 and table.notna().any(axis=None)
             assert find_entry(paper, name).draw != 'settings_table' and report(paper, name).equals(table)
-    assert sum(paper_numbers(paper).table.nunique() for paper in ENTRIES) == 46
-    assert set(paper_sentences()) <= {(e.paper, e.name) for of in ENTRIES.values() for e in of}
+    assert sum(paper_numbers(paper).table.nunique() for paper in PAPERS) == 46
+    assert set(paper_sentences()) <= {(e.paper, e.name) for p in PAPERS for e in entries(p)}
     kept = reported_table('carl', 'table 12')
     assert (kept.did / kept.n * 100 - kept['rate, %']).abs().max() < .05
     hops = reported_table('carl', 'table 7')
@@ -175,126 +97,300 @@ def test_what_the_papers_report_is_read():
     with pytest.raises(KeyError, match='numbers'): reported_table('carl', 'table 5')
 
 
-def test_where_the_papers_numbers_are_looked_for(root, tmp_path, monkeypatch):
-    "Beside the package, and in the project of the current folder; else it is said where."
-    assert papers_folder() == root / 'data' / 'papers'
+def test_where_the_papers_files_are_looked_for(tmp_path, monkeypatch):
     monkeypatch.setattr('credit_rl.studies.papers.files', lambda package: tmp_path / 'site-packages' / package)
-    monkeypatch.chdir(root / 'nbs' / 'papers')
-    assert papers_folder() == root / 'data' / 'papers'
+    monkeypatch.chdir(ROOT / 'nbs' / 'papers')
+    assert papers_folder() == ROOT / 'data' / 'papers'
     monkeypatch.chdir(tmp_path)
     with pytest.raises(FileNotFoundError, match='neither .*site-packages/data/papers nor '): papers_folder()
 
 
-@pytest.mark.parametrize('paper, model', [('Qwen2.5 3B', 'Qwen/Qwen2.5-3B-Instruct'),
-                                          ('Qwen2.5 7B', 'Qwen/Qwen2.5-7B-Instruct'),
-                                          ('Qwen2.5 14B', 'Qwen/Qwen2.5-14B-Instruct'),
-                                          ('Llama 3 8B', 'meta-llama/Llama-3.1-8B-Instruct'),
-                                          ('Qwen3 4B', 'Qwen/Qwen3-4B-Instruct-2507')])
-def test_the_formula_of_scoring_gives_the_papers_table(paper, model):
+@pytest.mark.parametrize('row, model', [('Qwen2.5 3B', SMALL), ('Qwen2.5 7B', BIG),
+                                        ('Qwen2.5 14B', 'Qwen/Qwen2.5-14B-Instruct'),
+                                        ('Llama 3 8B', 'meta-llama/Llama-3.1-8B-Instruct'),
+                                        ('Qwen3 4B', 'Qwen/Qwen3-4B-Instruct-2507')])
+def test_the_formula_of_scoring_gives_the_papers_table(row, model):
     lengths = (400., 1219.2, 2038.4, 2857.6, 3676.8)                     # TIPS table 13
     shape = tables.teacher_shape(KNOWN_SIZES[model])
-    assert scoring_flops(shape, lengths) == pytest.approx(report('tips', 'table 11').scoring[paper], rel=1e-3)
-    assert shape.dense == pytest.approx(report('tips', 'table 12')['N dense'][paper], rel=1e-3)
+    assert scoring_flops(shape, lengths) == pytest.approx(report('tips', 'table 11').scoring[row], rel=1e-3)
+    assert shape.dense == pytest.approx(report('tips', 'table 12')['N dense'][row], rel=1e-3)
 
 
-# ---- drawn ----
+# ---- the plan and the queue ----
 
-@pytest.mark.parametrize('entry', DRAWN, ids=lambda e: f'{e.paper}, {e.name}')
+def test_a_folder_says_what_is_set_over_its_file():
+    rows = plan_entry(find_entry('tspo', 'table 4'), 'x', over={'steps': 3, 'ranks': 1, 'tests.questions': 20})
+    assert [r.run.name for r in rows] == ['tspo_qwen2.5_3b,strategy=none,steps=3',
+                                          'tspo_qwen2.5_3b,strategy=all,steps=3', 'tspo_qwen2.5_3b,steps=3']
+    train, export, test = rows[0].works
+    assert 'ranks=1' in test.words and 'questions=20' in test.words and f'model={export.folder}/model' in test.words
+    assert rows[0].test.name.endswith('@best@eval_tspo,questions=20')
+    carl = plan_entry(find_entry('carl', 'table 9'), 'x')
+    warm = {r.label: next((w for w in r.works if w.method == 'warmup'), None) for r in carl}
+    assert warm['7B CARL, cold'] is None and warm['7B CARL, random'].config.must_pass is False
+    (row,) = [r for r in carl if r.label == '3B Search-R1 PPO, random']
+    assert f'critic_from={row.works[0].folder}' in row.works[1].words and row.works[0].config.model == SMALL
+    assert sum(r.label == '7B CARL, curated' for r in carl) == 3                            # seeds
+
+
+def test_what_it_costs():
+    "Seven billion parameters, of which a checkpoint holds 14 bytes each: eleven of them, one under way, and the best."
+    rows = plan_entry(find_entry('tspo', 'figure 5'), 'x')
+    assert len(rows) == 33 and {r.step for r in rows} == {*range(0, 501, 50)}
+    train = rows[0].works[0]
+    hours, size = price(train)
+    from credit_rl.estimate import memory, read_sizes
+    from credit_rl.setup import plan_of
+    needs = memory(read_sizes(BIG), plan_of(train.config))
+    assert size == 12 * needs['checkpoint'] + needs['best'] and 100 < hours < 2000
+    assert price(rows[0].works[1]) == (0, 2 * KNOWN_SIZES[BIG].parameters)
+    table = plan_table(all_works(rows)[:3])
+    assert {*table.state} == {'missing'} and '0 of 3 done' in plan_lines(all_works(rows)[:3])[1]
+
+
+def test_a_folder_of_another_lineage_is_refused(tmp_path):
+    (row, *_) = plan_entry(find_entry('tspo', 'table 4'), tmp_path)
+    work = row.works[0]
+    with RunLog(work.folder) as log:
+        log.write_params({**vars(work.config), 'steps': 9, 'ranks': 1, 'betas': list(work.config.betas)})
+        log.summary({'method': 'tspo'})
+    assert work.misfits() == ['steps is 9, wanted 500'] and 'another lineage' in row.lacks[0]
+    with pytest.raises(ValueError, match='steps is 9'): make_works(row.works)
+    with pytest.raises(ValueError, match='steps is 9'): draw_rows(find_entry('tspo', 'table 4'), [row])
+
+
+def test_a_prompt_of_another_training_and_questions_that_were_trained_on_are_refused(tmp_path):
+    """PRS's long answers. Before, a run was trained and judged on one file: 1,578 of 2,012 judged were trained on."""
+    (row, *_) = plan_entry(find_entry('tspo', 'table 4'), tmp_path)
+    train, _, test = row.works
+    with RunLog(train.folder) as log: log.summary({'prompt_hash': 'a'})
+    evaluated(test.folder, nq=.5)
+    manifest = {'prompt_hash': 'b', 'settings': vars(test.config), 'model': {'name': 'x'}}
+    (test.folder / 'nq' / 'manifest.json').write_text(json.dumps(manifest))
+    (test.folder / 'summary.json').write_text('{}')
+    assert test.misfits() == ['its prompt is b, that of the training a']
+    (tmp_path / 'pairs.jsonl').touch()
+    with pytest.raises(ValueError, match='split'):
+        plan_entry(find_entry('prs', 'table 1'), tmp_path, over={'path': str(tmp_path / 'pairs.jsonl')})
+
+
+@pytest.mark.parametrize('paper, name', [('tspo', 'table 4')])
 @pytest.mark.long
-def test_each_is_drawn_from_runs_of_two_steps(entry, runs, made_folders, root, monkeypatch):
-    monkeypatch.chdir(root)
-    drawing = draw_entry(entry, [runs if entry.draw in OF_RUNS else made_folders])
-    if hasattr(drawing, 'columns'): assert len(drawing) and drawing.notna().any(axis=None)
-    else: assert sum(len(ax.lines) + len(ax.patches) + len(ax.collections) + len(ax.texts) for ax in drawing.axes) > 1
+def test_a_small_entry_goes_through_and_goes_on(paper, name, tmp_path, capfd):
+    entry = find_entry(paper, name)
+    rows = plan_entry(entry, tmp_path, True)[:1]
+    assert make_works(all_works(rows)[:2], say=lambda line: None) == {}
+    assert [w.state for w in rows[0].works] == ['done', 'done', 'missing']
+    said = []
+    assert make_works(all_works(rows), say=said.append) == {} and rows[0].lacks == []
+    assert not any(line.startswith(f'{rows[0].works[0].name}:') for line in said)           # what is done is left
+    assert draw_rows(replace(entry, arguments={**entry.arguments, 'against': {}}), rows)[0].seeds.tolist() == [1]
 
 
-def test_every_drawing_is_of_an_entry():
-    assert {e.draw for e in DRAWN} == set(DRAWINGS) and all(f.__name__ == name for name, f in DRAWINGS.items())
+def test_the_verbs(capsys, tmp_path):
+    assert main(['reproduce', 'tspo', 'table 4', '--runs', str(tmp_path)]) == 0
+    said = capsys.readouterr().out
+    assert '0 of 9 done' in said and 'tspo_qwen2.5_3b,strategy=none' in said
+    assert main(['reproduce', 'tspo', 'figure 3']) == 0 and 'not measured' in capsys.readouterr().out
+    with pytest.raises(SystemExit, match='no row is made'): main(['tables', 'tspo', 'table 4', '--runs', str(tmp_path)])
+    with pytest.raises(SystemExit, match='numbered'): main(['reproduce', 'tips', 'table 7'])
 
 
-@pytest.mark.long
-def test_tables_hold_what_the_folders_say(runs):
-    found = draw_entry(find_entry('tips', 'table 14'), [runs]).loc['tips (tiny_base)']
-    steps = read_metrics(runs / 'tips-0').dropna(subset=['seconds_step'])
-    assert found['a step'] == pytest.approx(steps.seconds_step.mean())
-    assert found.overhead == pytest.approx(steps.seconds_teacher.mean()
-                                           / (steps.seconds_step - steps.seconds_teacher).mean())
-    counts = tables.process_table([runs / 'tspo-0'])
-    kept = [r for r in read_turns(runs / 'tspo-0') if r['kind'] == 'train']
-    assert counts.loc['all', 'all'] == len(kept) == 32
-    gains = gain_table([runs], ('options.band',))
-    ppo = gains.gain['ppo (tiny_base)']
-    assert ppo == pytest.approx(0, abs=1e-12) or math.isnan(ppo)
-    assert 'tips: band medium (tiny_base)' in gains.index
-    assert math.isnan(gains.gain['carl (coder)'])                    # another model, and it was asked other questions
-    drawn = gain_table([runs], ('options.temperature', 'options.smoothing', 'options.clip'))   # as they are
-    assert 'prs+vspo: temperature 0.1, smoothing 2, clip True (tiny_base)' in drawn.index
-    table = draw_entry(find_entry('carl', 'table 4'), [runs])['warm']
-    assert table['all'] == table.drop('all').sum() and any(n.startswith('tier 1, forced') for n in table.index)
-    kinds = sort_folders([runs])
-    assert {k: len(v) for k, v in kinds.items()} == {'training': 6, 'warm-up': 1, 'evaluation': 2}
+# ---- what is drawn ----
+
+def test_rewards_of_turns_have_the_outcome_in_them(tmp_path):
+    log = RunLog(tmp_path / 'tspo')
+    log.write_params({'method': 'tspo', 'seed': 0, 'steps': 1, 'options': {}})
+    latent = ((0., 0., 0., 0.), (1., 1., 0., 0.), (0., 0., 0., 0.))
+    log.turns(1, [{'kind': 'train', 'trajectory': to_json(t), 'reward': float(i == 0), 'turn_rewards': list(x)}
+                  for i, (t, x) in enumerate(zip(example_group().trajectories, latent))])
+    table = drawn('tspo', 'table 2', [RunRow('tspo', log.folder)])
+    assert {kind: table.loc[kind].iloc[:4].tolist() for kind in ('O+P+', 'O-P+', 'O-P-')} == {
+        'O+P+': [1, 1, 1, 1], 'O-P+': [1, 1, 0, 0], 'O-P-': [0, 0, 0, 0]}
+    counts = drawn('tspo', 'table 1', [RunRow('tspo', log.folder)])
+    assert counts.loc['all', 'all'] == 3
+
+
+def test_questions_answered_by_yes_count_where_the_paper_counts_them(tmp_path):
+    "TSPO table 1: 51,713 rollouts are all of them. Before, questions whose golds are yes or no were left out."
+    log, t = RunLog(tmp_path / 'run'), example_group().trajectories[2]
+    log.write_params({'method': 'tspo', 'seed': 0, 'steps': 1, 'options': {}})
+    log.turns(1, [{'kind': 'train', 'trajectory': to_json(replace(t, question=replace(t.question, answers=('yes',))))}])
+    row = RunRow('run', log.folder)
+    assert drawn('tspo', 'table 1', [row]).loc['all', 'all'] == 1 and tables.process_table([row]).loc['all', 'all'] == 0
+
+
+def test_rows_are_compared_on_the_papers_sets(tmp_path):
+    "TSPO table 4. A mean over seeds, its spread, the gain, and the paired difference."
+    rows = [RunRow(label, None, assessed(made(tmp_path / f'{label}{seed}', 'tspo'), 2, em + seed / 10), seed)
+            for label, em in (('none', .2), ('all', .3), ('all-wrong', .4)) for seed in (0, 1)]
+    table = drawn('tspo', 'table 4', rows)
+    assert table.columns[:5].tolist() == [*MULTI, 'mean'] and table.seeds.tolist() == [2, 2, 2]
+    assert table['mean'].round(9).to_dict() == {'none': .25, 'all': .35, 'all-wrong': .45}
+    assert table['±'].round(6).tolist() == [round(.1 / 2 ** .5, 6)] * 3
+    assert table.gain.round(9).tolist()[1:] == [round(.35 / .25 - 1, 9), .8]
+    assert table.difference.round(9).tolist()[1:] == [.1, .2]
+    with pytest.raises(ValueError, match='lacks'):
+        drawn('tspo', 'table 4', [RunRow('none', None, assessed(made(tmp_path / 'few', 'tspo'), 2, sets=('nq',)))])
+
+
+def test_checkpoints_are_drawn_by_step_and_options_by_value(tmp_path):
+    run = made(tmp_path / 'run', 'tspo', options={'alpha': .5})
+    rows = [RunRow('TSPO', run, assessed(run, step, em), 0, step) for step, em in ((10, .1), (20, .4), (30, .2))]
+    figure = drawn('tspo', 'figure 5', rows)
+    assert [ax.get_title() for ax in figure.axes] == [*MULTI, 'mean of the sets']
+    assert figure.axes[-1].lines[0].get_xydata().round(9).tolist() == [[10, .1], [20, .4], [30, .2]]
+    lines = drawn('tspo', 'figure 7', rows[:1]).axes[0].lines
+    assert len(lines) == len(SEVEN) + 1 and lines[-1].get_label() == 'mean' and lines[-1].get_xdata().tolist() == [.5]
+    log = RunLog(tmp_path / 'logged')
+    log.write_params({'method': 'igpo', 'seed': 0, 'steps': 2, 'options': {}})
+    for step in (1, 2): log.metrics(step, dev_f1=.6, dev_em=.1, trained_tokens=100)
+    (ax,) = drawn('igpo', 'figure 5', [RunRow('IGPO', log.folder)]).axes
+    assert ax.lines[0].get_xydata().tolist() == [[100, .6], [200, .6]]
+
+
+def test_tokens_of_a_rollout_have_the_observations_in_them(tmp_path):
+    (line,) = drawn('tspo', 'figure 6', [RunRow('x', made(tmp_path / 'run', 'tspo', played=1))]).axes[0].lines
+    played = example_group().trajectories[0].turns
+    assert line.get_ydata()[0] == sum(len(t.action_ids) + len(t.observation_ids) for t in played)
+
+
+def test_the_teacher_scores_the_states_before_turns(tmp_path):
+    "TIPS tables 11 and 13: S_0 is the prompt, and no state lies behind the answer."
+    run = made(tmp_path / 'run', played=1, questions_per_step=256, group_size=1)
+    t, table = example_group().trajectories[0], drawn('tips', 'table 13', [RunRow('x', run)])
+    assert table.S.tolist() == [len(t.turns)] and table['L 0'].tolist() == [len(t.prompt_ids)]
+    whole = len(t.prompt_ids) + sum(len(x.action_ids) + len(x.observation_ids) for x in t.turns[:-1])
+    assert table['L max'].tolist() == [whole] == table[f'L {len(t.turns) - 1}'].tolist()
+
+
+def test_a_row_draws_rollouts_of_its_own_run(tmp_path):
+    """TIPS figures 5 and 8 to 11, token by token, of the last steps. Before, figures 8 and 9 were the same picture: the
+    largest advantage over all folders."""
+    t, runs = example_group().trajectories[0], {}
+    for name, size in (('ppo', .1), ('tips', .2)):
+        log = RunLog(tmp_path / name)
+        log.write_params({'method': name, 'seed': 0, 'steps': 20, 'options': {}, 'model': 'tiny'})
+        for step, shift in ((1, -5.), (20, 0.)):
+            own = [[shift + size * i for i in range(len(x.action_ids))] for x in t.turns]
+            log.turns(step, [{'kind': 'train', 'trajectory': to_json(t), 'reward': 1., 'token_advantages': own,
+                              'advantages': [sum(x) / len(x) for x in own]}])
+        runs[name] = RunRow(name, log.folder)
+    ax, _ = drawn('tips', 'figure 5', [*runs.values()]).axes
+    assert sum(bar.get_height() for bar in ax.patches) == sum(len(x.action_ids) for x in t.turns)
+    titles = [drawn('tips', f'figure {n}', [runs[name]]).axes[0].get_title(loc='left') for n, name in
+              ((10, 'tips'), (11, 'ppo'))]
+    assert titles[0].startswith('tips: right') and titles[1].startswith('ppo: right') and 'turn by turn' in titles[0]
+    (runs['ppo'].run / 'base').symlink_to(ROOT / 'data' / 'tiny_base')
+    (ax,) = drawn('tips', 'figure 11', [runs['ppo']]).axes
+    colours = {bar.get_facecolor() for bar in ax.patches if bar.get_facecolor()[3] > 0}
+    assert 'token by token' in ax.get_title(loc='left') and len(colours) >= max(len(x.action_ids) for x in t.turns)
+    with pytest.raises(ValueError, match='wrong'): drawn('tips', 'figure 8', [runs['ppo']])
+
+
+def test_long_answers_are_rows_by_verdict(tmp_path):
+    "PRS tables 1 and 5, figures 2, 3 and 6: the paper's rows, pass rates by a judge; what has no verdict is missing."
+    rows = [RunRow(label, run := made(tmp_path / label[:2], 'prs+vspo', logged={'reward': .4}), judged(
+        assessed(run, 2, sets=('pairs',)), rate), 0, 2) for label, rate in (('Untrained', .8), ('GRPO + PRS', .7))]
+    table = drawn('prs', 'table 1', rows)
+    assert {*table.index} < {*reported_table('prs', 'table 1').index}
+    assert table['mean']['reference: Untrained'] == .8 and table['multi']['hallucination: GRPO + PRS'] == .9
+    assert table['simple']['reference: GRPO + PRS'] != table['simple']['reference: GRPO + PRS']
+    axes = drawn('prs', 'figure 2', rows).axes
+    assert [ax.lines[0].get_ydata().round(9).tolist() for ax in axes] == [[.4, .4], [.8]]
+    with pytest.raises(ValueError, match='judged'):
+        score_table([RunRow('x', None, assessed(made(tmp_path / 'y'), 1, sets=('pairs',)))], ['reference_pass'])
 
 
 def test_a_line_is_fitted_where_lengths_differ(tmp_path):
-    for name, lengths, slope in (('a', (100., 200.), .03), ('b', (100., 100.), math.nan)):
+    rows = []
+    for name, lengths in (('a', (100., 200.)), ('b', (100., 100.))):
         log = RunLog(tmp_path / name)
         log.write_params({'method': name, 'seed': 0, 'steps': 2})
         for step, tokens in enumerate(lengths, 1): log.metrics(step, tokens=tokens, seconds_step=2. + .03 * tokens)
-    table = tables.regression_table([tmp_path])
+        rows.append(RunRow(name, log.folder))
+    table = DRAWINGS['regression_table'](rows)
     assert table.slope['a'] == pytest.approx(.03) and table.intercept['a'] == pytest.approx(2)
-    assert math.isnan(table.slope['b']) and table['mean length'].tolist() == [150, 100]
+    assert table.slope['b'] != table.slope['b'] and table['mean length'].tolist() == [150, 100]
 
 
-def test_two_runs_of_one_name_and_seed_are_refused(tmp_path):
-    for name in 'ab':
-        log = RunLog(tmp_path / name)
-        log.write_params({'method': 'grpo', 'seed': 0, 'steps': 1})
-        log.metrics(1, tokens=3.)
-    with pytest.raises(ValueError, match='grpo'): tables.curve_figure([tmp_path], ['tokens'])
+def test_settings_stand_beside_the_papers_with_their_source(tmp_path):
+    table = DRAWINGS['settings_table']([RunRow('mine', made(tmp_path / 'run', options={'band': 'small'}))], 'tips_qwen2.5_7b')
+    assert table.loc['steps'].tolist() == [500, 2, 'section 4']
+    assert table.loc['options.band'].tolist()[:2] == ['medium', 'small'] and 'healthy' not in table.index
 
 
-def test_settings_that_differ_are_listed_with_their_source(runs, root, monkeypatch):
-    monkeypatch.chdir(root)
-    table = settings_table([runs / 'tips-0'], 'tips_qwen2.5_7b', differ=True)
-    assert table.loc['steps'].tolist() == [500, 2, 'section 4'] and 'options.band' not in table.index
-    assert len(settings_table([runs / 'tips-0'], 'tips_qwen2.5_7b')) > len(table)
-    lines = setting_gaps('carl', [runs / 'played'])
-    assert 'played: passages is 2, in the paper 3 (section 4.1, k)' in lines
-    monkeypatch.chdir(runs)
-    with pytest.raises(FileNotFoundError, match='checkout'): settings_table([runs / 'tips-0'], 'carl_x')
+def test_groups_without_advantage_are_counted():
+    "PRS figure 4 and IGPO figure 1: a task counts where none of its rollouts has an advantage."
+    first = example_group()
+    lost = Group(first.question, [first.trajectories[2]] * 3)
+    method = get_method('grpo').bind({})
+    found = credit_metrics(method, assign(method, [first, lost], look=lambda layout, asks: None))
+    assert found['zero_groups'] == .5 and found['zero_advantage'] == .5
 
 
-def test_what_is_not_in_the_folders_is_said_with_the_command(runs, tmp_path):
-    with pytest.raises(ValueError, match='evaluation'):
-        draw_entry(find_entry('tips', 'table 8'), [runs / 'tips-0'])
-    with pytest.raises(ValueError, match='lm_eval'):
-        draw_entry(find_entry('carl', 'table 15'), [runs])
-    with pytest.raises(ValueError, match='illustration$'): draw_entry(find_entry('prs', 'figure 1'), [runs])
-    with pytest.raises(ValueError, match='competence'):
-        draw_entry(find_entry('carl', 'table 16'), [runs / 'tips-0'])
-    with pytest.raises(ValueError, match='numbered'): find_entry('tips', 'table 7')
-    with pytest.raises(ValueError, match='papers'): find_entry('ppo', 'table 1')
-    (tmp_path / 'empty').mkdir()
-    with pytest.raises(ValueError, match='holds no run'):
-        draw_entry(find_entry('tips', 'table 14'), [tmp_path / 'empty'])
+def test_tiers_are_of_five_tries_set_by_set(tmp_path):
+    "CARL tables 1, 3 and 19."
+    asked, known = {'hotpotqa': ['a', 'b', 'c', 'd'], 'gsm8k': ['e', 'f']}, {'a', 'e', 'f'}
+    tries = [RunRow('tries', None, answered(tmp_path / f'try-{i}', BIG, {
+        name: [(q, i == 4 and q in known, 0, True) for q in ids] for name, ids in asked.items()})) for i in range(5)]
+    assert drawn('carl', 'table 1', tries)['tier 1, tries'].to_dict() == {'hotpotqa': .75, 'gsm8k': 0}
+    with pytest.raises(ValueError, match='tried'): drawn('carl', 'table 1', tries[:4])
+    played = {'hotpotqa': [('a', 1, 0, 1), ('b', 0, 1, 1), ('c', 1, 2, 1), ('d', 0, 0, 0), ('z', 0, 0, 1)],
+              'gsm8k': [('e', 0, 0, 1)]}
+    row = drawn('carl', 'table 3', [*tries, RunRow('CARL', None, answered(tmp_path / 'eval', BIG, played))]).loc['CARL']
+    assert (row['tool rate, tier 1'], row['tool rate, tier 2'], row['EM, tier 2']) == (2 / 3, 0, 1)
+    assert row['wrong answers, tier 1'] == 1 / 3 and row['questions, tier 1'] == 3
 
 
-def test_the_verb_prints_the_list_and_writes_what_is_drawn(runs, tmp_path, root, monkeypatch, capsys):
-    monkeypatch.chdir(root)
-    main(['tables', 'igpo'])
-    said = capsys.readouterr().out
-    assert all(f'{e.name}: {e.title}; {e.state}' in said for e in ENTRIES['igpo'])
-    main(['tables', 'tips', str(runs / 'tips-0'), str(runs / 'ppo-0'), '--out', str(tmp_path)])
-    said = capsys.readouterr().out
-    assert said.count('\n==') + 1 == len(ENTRIES['tips']) and 'the paper:' in said and 'these runs:' in said
-    assert 'tips, table 8 (settings of the retrieval server): not run' in said and 'settings that differ' in said
-    assert {'tips_table_14.csv', 'tips_figure_5.png', 'tips_figure_12.png'} <= {p.name for p in tmp_path.iterdir()}
-    assert 'tips-0: steps is 2, in the paper 500 (section 4)' in said
-    with pytest.raises(SystemExit, match='table'): main(['tables', 'tips', '--only', 'table 7'])
-    assert entry_lines(Entry('tips', 'figure 3', 'x', 'curve_figure', {'metrics': ('em',)}), [runs / 'tips-0'])[-1] == (
-        'a figure: give --out FOLDER')
+def test_hops_are_counted_over_three_sets(tmp_path):
+    sets = {'hotpotqa': [('a', 1, 1, 1)], '2wikimultihopqa': [('b', 0, 1, 1)], 'gsm8k': [('c', 1, 0, 1)],
+            'musique': [('d', 1, 1, 1), ('e', 0, 1, 1), ('f', 1, 1, 1)]}
+    hops = {'musique': {'d': 2, 'e': 3, 'f': 4}, '2wikimultihopqa': {'b': 4}}
+    table = drawn('carl', 'table 18', [RunRow('eval', None, answered(tmp_path / 'eval', BIG, sets, hops=hops))])
+    assert table['n, eval'].to_dict() == {'2 hops': 3, '3 hops': 1, '4 hops': 1}
+    assert table['eval'].round(9).to_dict() == {'2 hops': round(2 / 3, 9), '3 hops': 0, '4 hops': 1}
 
 
-def test_every_paper_file_is_there(root):
-    for files in tables.FILES.values():
-        for name in files.values(): assert yaml.safe_load((root / 'runs' / 'params' / f'{name}.yaml').read_text())
+def test_critics_are_those_of_warm_ups(tmp_path):
+    "CARL tables 11 and 13, figures 2 and 4. Before, table 11 was of the critic after training."
+    log = RunLog(tmp_path / 'run')
+    log.write_params({'method': 'carl', 'seed': 1, 'steps': 500, 'options': {}})
+    for step in range(0, 501, 25): log.metrics(step, gate_explained=.5 + step / 2000, explained_outcome=.1)
+    table = drawn('carl', 'table 13', [RunRow('7B', log.folder)])
+    assert table.index.tolist() == [*range(0, 501, 50)] and table['7B'].iloc[[0, -1]].tolist() == [.5, .75]
+    warmed = []
+    for kind, pairs in (('cold', [[.95, 0], [.05, 1]]), ('curated', [[.95, 1], [.05, 0]])):
+        log = RunLog(tmp_path / kind)
+        log.write_params({'collected': kind, 'method': 'carl', 'seed': 1})
+        log.summary({'collected': kind, 'method': 'carl', 'calibration': pairs})
+        warmed.append(RunRow(kind, log.folder))
+    bins = drawn('carl', 'table 11', warmed)
+    assert bins.loc['AUC'].to_dict() == {'cold': 0, 'curated': 1} and bins.loc['0.9 to 1.0', 'curated'] == 1
+    axes = drawn('carl', 'figure 2', [*warmed, RunRow('CARL', made(tmp_path / 'trained', 'carl'))]).axes
+    assert {line.get_label(): line.get_ydata()[9] for line in axes[0].lines[:2]} == {'cold': 0, 'curated': 1}
+    log, t = RunLog(tmp_path / 'valued'), example_group().trajectories[0]
+    log.write_params({'method': 'carl', 'seed': 1, 'steps': 2, 'options': {}})
+    known = replace(t, question=replace(t.question, meta={'tier': 2}))
+    for step, value in ((1, .9), (2, .1)):
+        log.turns(step, [{'kind': 'train', 'trajectory': to_json(known), 'values': [value]}])
+    (ax,) = drawn('carl', 'figure 4', [RunRow('7B', log.folder)]).axes
+    assert [bar.get_x() for bar in ax.patches if bar.get_height()] == pytest.approx([.9])
+
+
+def test_errors_are_of_a_hundred_wrong_answers_to_musique(tmp_path):
+    right, near, lost = example_group().trajectories
+    for name in ('musique', 'hotpotqa'):
+        log = RunLog(tmp_path / 'eval' / name)
+        log.turns(0, [{'trajectory': to_json(t)} for t in [right] * 5 + [near] * 70 + [lost] * 70])
+        (log.folder / 'scores.json').write_text(json.dumps({'score': .1}))
+        (log.folder / 'manifest.json').write_text(json.dumps({'protocol': {'name': None}, 'metric': {'name': 'em'}}))
+    table = drawn('carl', 'table 7', [RunRow('CARL', None, tmp_path / 'eval')])
+    assert {key[1] for key in table.index} == {'musique'} and table['all'].sum() == 100
+
+
+def test_what_was_trained_on_is_counted(tmp_path):
+    test = assessed(made(tmp_path / 'run', 'tspo'), 2)
+    (test / 'nq' / 'manifest.json').write_text(json.dumps({'questions': {'asked': 9, 'train_inside': 4}}))
+    _, notes = draw_rows(find_entry('tspo', 'table 3'), [RunRow('7B TSPO', None, test)])
+    assert notes == ['7B TSPO, nq: 4 of 9 questions were trained on']

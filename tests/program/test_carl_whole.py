@@ -7,6 +7,7 @@ import json
 import math
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -24,7 +25,7 @@ from credit_rl.protocol import PROTOCOLS, Chat, byte_tokenizer, prompt_hash
 from credit_rl.runlog import RunLog, latest_checkpoint, read_metrics, read_turns, same_metrics
 from credit_rl.tiny import tiny_model, tiny_tokenizer
 from credit_rl.tools import PythonTool, SearchTool
-from credit_rl import prepare as preparing, setup as staging, step_metrics, train as training
+from credit_rl import prepare as preparing, setup as staging, step_metrics, train as training, warmup
 from credit_rl.studies import competence
 from credit_rl.studies.when_to_ask import AskingChoice, form_auc, run_asking
 from credit_rl.studies.competence import examine_run, examined
@@ -629,24 +630,44 @@ def test_how_far_the_policy_moved_is_missing_where_an_older_warm_up_kept_somethi
 
 
 class Killed(BaseException):
-    "A kill at an examination, in process."
+    "A kill, in process."
 
 
-def test_a_killed_warm_up_resumes_with_the_numbers_of_a_whole_one(model, scripted, tmp_path, monkeypatch):
+@pytest.mark.parametrize('how', ['killed at an examination', 'killed', 'asked to end', 'asked while it plays'])
+def test_a_warm_up_that_ends_on_its_way_goes_on_to_the_same_numbers(model, scripted, tmp_path, monkeypatch, how):
     settings = {**WARM, 'model': model, 'warm_steps': 6, 'warm_least': 6, 'warm_every': 2}
-    whole = prepare({**settings, 'run': str(tmp_path / 'whole')}, say=lambda line: None)
-    def kill(line):
-        if line.startswith('step 4'): raise Killed
-    with pytest.raises(Killed): prepare({**settings, 'run': str(tmp_path / 'parts')}, say=kill)
+    teach, taught, play, played = warmup._teach, [], warmup.rollout, []
+    monkeypatch.setattr(warmup, 'rollout', lambda *args: played.append(args) or play(*args))
+    whole, count = prepare({**settings, 'run': str(tmp_path / 'whole')}, say=lambda line: None), len(played)
+    settings |= {'run': str(tmp_path / 'parts'), **({'save_every': 1e-9} if how == 'killed' else {})}
+    played.clear()
+    def teaches(*args):
+        taught.append(teach(*args))
+        if len(taught) == 3 and how == 'asked to end': os.kill(os.getpid(), signal.SIGTERM)
+        if len(taught) == 4 and how == 'killed': raise Killed
+        return taught[-1]
+    def plays(*args):
+        played.append(args)
+        if len(played) == 2 and how == 'asked while it plays': os.kill(os.getpid(), signal.SIGTERM)
+        return play(*args)
+    def said(line):
+        if line.startswith('step 4') and how == 'killed at an examination': raise Killed
+    with monkeypatch.context() as patch:
+        patch.setattr(warmup, '_teach', teaches)
+        patch.setattr(warmup, 'rollout', plays)
+        with pytest.raises(Killed if 'killed' in how else SystemExit) as ended: prepare(settings, say=said)
+        assert 'killed' in how or ended.value.code == 128 + signal.SIGTERM
+    found = latest_checkpoint(tmp_path / 'parts')
+    assert found is None if 'plays' in how else found[0] == {'killed at an examination': 2}.get(how, 3)
     assert not (tmp_path / 'parts' / 'summary.json').exists()
     with pytest.raises(ValueError, match='finished'): read_warmed(tmp_path / 'parts')
-    with pytest.raises(FileExistsError): prepare({**settings, 'run': str(tmp_path / 'parts')}, say=lambda line: None)
-    played = []
-    monkeypatch.setattr(preparing, 'collect', lambda *a, **k: played.append(a))  # nothing is played a second time
-    parts = prepare({**settings, 'resume': True, 'run': str(tmp_path / 'parts')}, say=lambda line: None)
-    assert not played and same_metrics(whole, parts) == [] and read_metrics(parts).step.tolist() == [0, 2, 4, 6]
-    drop = lambda folder: {k: v for k, v in json.loads((folder / 'summary.json').read_text()).items()}
-    assert drop(parts) == drop(whole)
+    with pytest.raises(FileExistsError): prepare(settings, say=lambda line: None)
+    assert len(played) == (2 if 'plays' in how else count)
+    parts = prepare({**settings, 'resume': True}, say=lambda line: None)
+    assert len(played) == count and not (parts / 'played').exists()                 # nothing is played a second time
+    assert same_metrics(whole, parts) == [] and read_metrics(parts).step.tolist() == [0, 2, 4, 6]
+    one, other = (json.loads((folder / 'summary.json').read_text()) for folder in (whole, parts))
+    assert one == other
     for a, b in zip(load_model(whole / 'critic')[0].parameters(), load_model(parts / 'critic')[0].parameters()):
         assert torch.equal(a, b)
 

@@ -70,7 +70,7 @@ def audited(settings): return importlib.import_module('credit_rl.audit').read_au
 def under_trl(settings): return importlib.import_module('credit_rl.trl_trainer').trl_run(settings)
 
 
-@pytest.mark.parametrize('start', [audited, under_trl, sft.rejection_sft])
+@pytest.mark.parametrize('start', [audited, under_trl])
 def test_what_has_no_dry_run_says_so_and_does_not_begin(start, tmp_path):
     "An audit, a comparison and a training under TRL took dry_run=true and ran."
     with pytest.raises(ValueError, match='dry_run'):
@@ -449,7 +449,8 @@ def test_a_fine_tuning_tells_its_loss(monkeypatch):
     monkeypatch.setattr(sft.time, 'monotonic', lambda: float(next(ticks)))
     question = SimpleNamespace(id='q')
     model, groups = load_model(BASE)[0], [Group(question, [SimpleNamespace(question=question)] * 2)]
-    sft.fine_tune(model, groups, sft.Imitation(epochs=5, batch=1), say=lines.append)
+    how = sft.Imitation(epochs=5, batch=1)
+    sft.fine_tune(sft.imitator(model, groups, how), groups, how, say=lines.append)
     assert lines[0].startswith('update 1 of 10, loss 2.000') and 2 < len(lines) < 10, lines
 
 
