@@ -43,8 +43,8 @@ def test_no_table_and_no_figure_is_missing():
         assert [e.name for e in entries(paper)] == [n for n in numbered if n not in spec.get('absent', ())]
         named = {r['run'] if isinstance(r, dict) else r for e in entries(paper) for of in e.rows.values()
                  for r in (of if isinstance(of, list) else [of])}
-        warm = {r.get('warm') for r in spec['runs'].values()} | {r['teacher']['run'] for r in spec['runs'].values()
-                                                                  if isinstance(r.get('teacher'), dict)}
+        warm = {r.get('warm') for r in spec['runs'].values()} | {r['teacher.model']['run'] for r in spec['runs'].values()
+                                                                  if isinstance(r.get('teacher.model'), dict)}
         assert named | warm - {None} == {*spec['runs']}                  # each run that is specified is one of an entry
     assert {e.draw for p in PAPERS for e in entries(p)} - {''} == {*DRAWINGS}
     assert all(bool(e.draw) == bool(e.rows) for p in PAPERS for e in entries(p))
@@ -129,7 +129,7 @@ def test_a_folder_says_what_is_set_over_its_file():
     warm = {r.label: next((w for w in r.works if w.method == 'warmup'), None) for r in carl}
     assert warm['7B CARL, cold'] is None and warm['7B CARL, random'].config.must_pass is False
     (row,) = [r for r in carl if r.label == '3B Search-R1 PPO, random']
-    assert f'critic_from={row.works[0].folder}' in row.works[1].words and row.works[0].config.model == SMALL
+    assert f'critic.warmed={row.works[0].folder}' in row.works[1].words and row.works[0].config.model == SMALL
     assert sum(r.label == '7B CARL, curated' for r in carl) == 3                            # seeds
 
 
