@@ -161,7 +161,7 @@ class Work(Job):
         if self.method in ('train', 'warmup'): found = [read_params(self.folder)]
         else:
             about = [read_manifest(self.folder/n) for n in read_scores(self.folder)]
-            found, hashes = [dotted(m['settings']) for m in about], {m['prompt_hash'] for m in about}
+            found, hashes = [m['settings'] for m in about], {m['prompt_hash'] for m in about}
             own = self.after and (read_summary(self.after[0].after[0].folder) or {}).get('prompt_hash')
             if own and hashes - {own}: other = [f'its prompt is {hashes.pop()}, that of the training {own}']
         asked, same = flat(self.config), lambda n, v: Path(str(v)).name if n == 'model' else json.dumps(v, default=str)

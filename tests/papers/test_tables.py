@@ -11,6 +11,7 @@ import pytest
 from credit_rl.command import main
 from credit_rl.estimate import KNOWN_SIZES
 from credit_rl.methods import get_method
+from credit_rl.options import flat
 from credit_rl.parts import assign
 from credit_rl.potentials import scoring_flops
 from credit_rl.runlog import RunLog
@@ -152,7 +153,7 @@ def test_a_folder_of_another_lineage_is_refused(tmp_path):
     (row, *_) = plan_entry(find_entry('tspo', 'table 4'), tmp_path)
     work = row.works[0]
     with RunLog(work.folder) as log:
-        log.write_params({**vars(work.config), 'steps': 9, 'ranks': 1, 'betas': list(work.config.betas)})
+        log.write_params({**flat(work.config), 'steps': 9, 'ranks': 1})
         log.summary({'method': 'tspo'})
     assert work.misfits() == ['steps is 9, wanted 500'] and 'another lineage' in row.lacks[0]
     with pytest.raises(ValueError, match='steps is 9'): make_works(row.works)
@@ -165,7 +166,7 @@ def test_a_prompt_of_another_training_and_questions_that_were_trained_on_are_ref
     train, _, test = row.works
     with RunLog(train.folder) as log: log.summary({'prompt_hash': 'a'})
     evaluated(test.folder, nq=.5)
-    manifest = {'prompt_hash': 'b', 'settings': vars(test.config), 'model': {'name': 'x'}}
+    manifest = {'prompt_hash': 'b', 'settings': flat(test.config), 'model': {'name': 'x'}}
     (test.folder / 'nq' / 'manifest.json').write_text(json.dumps(manifest))
     (test.folder / 'summary.json').write_text('{}')
     assert test.misfits() == ['its prompt is b, that of the training a']
@@ -384,13 +385,13 @@ def test_errors_are_of_a_hundred_wrong_answers_to_musique(tmp_path):
         log = RunLog(tmp_path / 'eval' / name)
         log.turns(0, [{'trajectory': to_json(t)} for t in [right] * 5 + [near] * 70 + [lost] * 70])
         (log.folder / 'scores.json').write_text(json.dumps({'score': .1}))
-        (log.folder / 'manifest.json').write_text(json.dumps({'protocol': {'name': None}, 'metric': {'name': 'em'}}))
+        (log.folder / 'manifest.json').write_text(json.dumps({'settings': {}, 'protocol': {'name': None}, 'metric': {'name': 'em'}}))
     table = drawn('carl', 'table 7', [RunRow('CARL', None, tmp_path / 'eval')])
     assert {key[1] for key in table.index} == {'musique'} and table['all'].sum() == 100
 
 
 def test_what_was_trained_on_is_counted(tmp_path):
     test = assessed(made(tmp_path / 'run', 'tspo'), 2)
-    (test / 'nq' / 'manifest.json').write_text(json.dumps({'questions': {'asked': 9, 'train_inside': 4}}))
+    (test / 'nq' / 'manifest.json').write_text(json.dumps({'settings': {}, 'questions': {'asked': 9, 'train_inside': 4}}))
     _, notes = draw_rows(find_entry('tspo', 'table 3'), [RunRow('7B TSPO', None, test)])
     assert notes == ['7B TSPO, nq: 4 of 9 questions were trained on']
