@@ -327,7 +327,7 @@ def test_golds_are_scored_in_the_papers_words(name):
 
 @pytest.mark.parametrize('name', FILES)
 def test_the_head_has_the_command_that_starts_it(name):
-    heads = [line[4:] for line in FILES[name].read_text().splitlines() if line.startswith('#   ')]
+    heads = [line[4:] for line in FILES[name].read_text().splitlines() if line.startswith('#   papermill')]
     train = f'papermill nbs/90_train.ipynb runs/{name}/notebook.ipynb -f runs/params/{name}.yaml'
     warm = (f'papermill nbs/92_warmup.ipynb runs/{name}_warmup/notebook.ipynb -f runs/params/{name}.yaml '
             f'-f runs/params/{name}_warmup.yaml')

@@ -234,7 +234,7 @@ def test_a_checkpoint_is_the_best_by_what_the_data_are_scored_by(monkeypatch):
         run.log, run.checkpoint = SimpleNamespace(
             timed=lambda part: contextlib.nullcontext(),
             metrics=lambda step, **m: logged.update(m)), lambda step, name: named.append(name)
-        run.actor = training.Actor(None, setup, s.sampling, 4, 8, 0, Ranks(), run.log)
+        run.ahead, run.actor = training.AheadQueue(), training.Actor(None, setup, s.sampling, 4, 8, 0, Ranks(), run.log)
         assert training._evaluate_dev(run, 3, {}) == 1 and run.memory['best'] == best and logged['dev_em'] == 1
         assert logged.get('dev_right', 1.) == best and ('dev_right' in logged) == ('gsm8k' in data)
 
@@ -253,7 +253,7 @@ def test_a_checkpoint_is_the_best_by_word_f1_where_a_run_says_so(chosen_by, best
                               metrics=lambda step, **m: logged.append(m['dev_f1']))
     run.checkpoint = lambda step, name: None
     setup = SimpleNamespace(questions={'dev': [question]}, environments={'dev': None})
-    run.actor = training.Actor(None, setup, s.sampling, 4, 8, 0, Ranks(), run.log)
+    run.ahead, run.actor = training.AheadQueue(), training.Actor(None, setup, s.sampling, 4, 8, 0, Ranks(), run.log)
     for at in (1, 2): training._evaluate_dev(run, at, {})
     assert (run.memory['best'], run.memory['best_step'], logged) == (best, step, [0., .8])
 
