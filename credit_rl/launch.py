@@ -236,8 +236,8 @@ def keep_traceback(
 ):
     "Write the traceback of an exception to `errors/rank-R.json` of the run folder, and raise it again."
     try: yield
-    except SystemExit: raise                                                # it saved, as all others, and was told to end
     except BaseException as e:
+        if isinstance(e, SystemExit) and not e.code: raise                  # it saved, as all others, and was told to end
         atexit.unregister(_leave_ranks)                                     # it could wait for the others
         if isinstance(e, Exception): _write_error(Path(folder)/'errors', rank, f'{type(e).__name__}: {e}')
         raise

@@ -718,9 +718,9 @@ def test_an_estimate_counts_what_vllm_makes_the_learner_read():
                 staging.forecast(training.make_config({'model': BASE, 'method': 'grpo', 'kl': .01,
                                                        'tflops': 1, **given}))))[1])
     assert reading(engine='vllm') == pytest.approx(2 * reading(), rel=.01) == reading(recompute=True)
-    assert reading(recompute=True, measure=['entropy']) == pytest.approx(2 * reading())
+    assert reading(recompute=True, measure=['entropy']) == pytest.approx(2 * reading(), rel=.01)
     # a forward for belief, and behind each row of 192 up to 16 gold answers of 24 ids before each of four turns
-    assert reading(measure=['belief']) == pytest.approx((2 + 4 * 16 * 24 / 192) * reading())
+    assert reading(measure=['belief']) == pytest.approx((2 + 4 * 16 * 24 / 192) * reading(), rel=.01)
 
 
 def test_a_gradient_that_is_not_finite_ends_a_run_and_keeps_what_made_it(tmp_path, monkeypatch):

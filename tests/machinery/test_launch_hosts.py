@@ -170,7 +170,7 @@ def test_a_rank_that_does_not_come_is_named():
     assert f'waited 3 s for rank 0 at {":".join(place)}, in vain' in ask('1')
 
 
-@pytest.mark.parametrize('end, left', [('pass', True), ('raise SystemExit(0)', False), ('1 / 0', False)])
+@pytest.mark.parametrize('end, left', [('pass', True), ('raise SystemExit(0)', True), ('raise SystemExit(1)', False), ('1 / 0', False)])
 def test_a_rank_leaves_its_group_where_all_went_well(tmp_path, end, left):
     "Else the group's threads abort some of the ranks that end; one that failed could wait for the others."
     code = ('import atexit, sys\nimport torch.distributed as dist\n'
