@@ -315,8 +315,7 @@ def test_what_is_refused_for_another_reason_leaves_no_lock(tmp_path):
 
 
 @pytest.mark.parametrize('words', [
-    ['audit', 'run=RUN', 'model=data/tiny_base'], ['export', 'runs/compare/tspo-101', 'RUN'],
-    ['asking', 'run=RUN', 'model=data/tiny_carl', 'protocol=carl-tiny', 'method=grpo']], ids=lambda words: words[0])
+    ['audit', 'run=RUN', 'model=data/tiny_base'], ['export', 'runs/compare/tspo-101', 'RUN']], ids=lambda words: words[0])
 def test_whatever_else_writes_a_folder_is_refused_too(root, tmp_path, monkeypatch, words):
     "Before it computes anything; and what is refused leaves no folder behind that it made."
     monkeypatch.chdir(root)

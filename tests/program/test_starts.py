@@ -50,7 +50,7 @@ SHORT = dict(model=BASE, steps=1, eval_every=1, questions_per_step=4, group_size
     (dict(method='vspo', options={'clip': 'no'}), 'clip must be a bool'),
     (dict(method='mt-grpo*', options={'lambda_mid': float('nan')}), 'lambda_mid must be a number, got nan'),
     (dict(weight_decay=-5), 'weight_decay must be at least 0'),
-    (dict(method='ppo', critic_rate=-1), 'critic_rate must be at least 0'),
+    (dict(method='ppo', critic_rate=-1), 'rate must be at least 0'),
     (dict(loss={'clip_high': 'wide'}), 'clip_high must be a float'),
     (dict(loss={'clip_high': -.2}), 'clip_high must be at least 0'),
     (dict(loss={'kind': 'pppo'}), "kind is 'ppo'"),
