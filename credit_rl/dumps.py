@@ -486,14 +486,20 @@ def view_main(arguments=None):  # list of str; None: the command line's
 def _told(dump):
     "What rules make of a dump's rollouts, as a table: str."
     golds = all(g.question.answers for g in dump.groups)
-    names = [n for n in text_methods() if golds or _earned(dump, n)]
-    if not names: raise ValueError('the file has neither rewards nor golds: no rule says anything of it')
-    table = compare_rules(dump.groups, names, lambda _, name: credit_of(dump, name)[0])
+    credit, refused = {}, []
+    for name in text_methods():
+        if not (golds or _earned(dump, name)): continue
+        try: credit[name] = credit_of(dump, name)
+        except ValueError as e: refused.append(f'{name} is left out: {e}')
+    names = list(credit)
+    if not names: raise ValueError('no rule says anything of this file; with neither rewards nor golds none can. '
+                                   + '; '.join(refused))
+    table = compare_rules(dump.groups, names, lambda _, name: credit[name][0])
     apart = [n for n in names if table['apart'][n] > 0]
     shown = table[['credited', 'apart', *(f'τ with {n}' for n in apart)]].rename(columns={f'τ with {n}': n for n in apart})
-    return (f'{len(dump.groups)} questions, {len(dump.rewards)} rollouts, by {credit_of(dump, names[0])[1]}\n'
+    return (f'{len(dump.groups)} questions, {len(dump.rewards)} rollouts, by {credit[names[0]][1]}\n'
             'credited: share of turns; apart: share of rollouts whose turns are told apart; then τ with each rule that does so\n'
-            + shown.to_string(float_format='{:.2f}'.format))
+            + '\n'.join([shown.to_string(float_format='{:.2f}'.format), *refused]))
 
 def audit_main(arguments=None):  # list of str; None: the command line's
     "`credit-rl audit FILE`: how rules differ on rollouts that others wrote; or settings, for the audit of a checkpoint."

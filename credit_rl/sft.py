@@ -154,7 +154,8 @@ def rejection_sft(
     say = say or (speak if is_rank() else lambda line: print(line, flush=True))
     c = make_config(config, None if is_rank() else say) if isinstance(config, dict) else config
     if c.dry_run:
-        return examine(dataclasses.replace(c, keep=1, healthy=''), say,
+        one = dataclasses.replace(c.checkpoints, keep=1)
+        return examine(dataclasses.replace(c, checkpoints=one, healthy=''), say,
                        Examiner(lambda c: _check(c, how), _weigh, lambda c: _forecast(c, how)))
     _check(c, how)
     if c.resume and (Path(c.run)/'summary.json').exists(): return _finished(c, how, say)

@@ -19,7 +19,7 @@ import pytest
 from credit_rl import api
 from credit_rl.compare import find_runs
 from credit_rl.methods import METHODS, compose
-from credit_rl.options import Option
+from credit_rl.options import Option, flat
 from credit_rl.parameters import notebooks_in
 from credit_rl.parts import Row
 from credit_rl.runlog import read_summary
@@ -161,7 +161,7 @@ def test_own_runs_are_no_part_of_the_site(tmp_path):
 
 def test_every_setting_and_every_name_has_its_line():
     settings, names = site_pages.settings_page(), site_pages.api_page(api.HOMES)
-    assert all(f'| `{name}` |' in settings for name in vars(Config())) and '| `sft.attempts` |' in settings
+    assert all(f'| `{name}` |' in settings for name in flat(Config())) and '| `sft.attempts` |' in settings
     assert re.findall('^### (.*)', names, re.M) == list(api.HOMES)
     assert '- `first\\_turn`' not in names and '- `first_turn`: (N,) long' in names
 

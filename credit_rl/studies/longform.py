@@ -14,7 +14,7 @@ from ..benchmarks import PAIRS
 from ..environment import as_played
 from ..evaluate import Evaluation, bootstrap_interval, read_manifest, read_scores, run_evaluation
 from ..judge import check_judge, judge_counts, judge_text, make_judge
-from ..options import SettingsGroup, nearest, options_in, setting
+from ..options import SettingsGroup, dotted, flat_options, nearest, setting
 from ..parameters import by_group, error_line, from_settings, make_parser, read_settings
 from ..protocol import prompt_hash
 from ..prs import (GROUNDED_FIELDS, HALLUCINATION_PROMPT, PRS_JUDGE_PROMPT, grounded_prompt, judge_messages,
@@ -129,10 +129,11 @@ def run_longform(
     """Evaluate on pairs, or take an evaluation, and judge its answers: the run folder, each set's folder with
     `judged.json`. Raises ValueError on bad input, ConnectionError where the judge does not answer,
     FolderInUse."""
-    known = [*options_in(JudgeChoice), *options_in(Evaluation)]
+    known = [*flat_options(JudgeChoice), *flat_options(Evaluation)]
+    settings = dotted(settings, known)
     for name in settings:
         if name not in known: raise ValueError(f'there is no setting {name!r}{nearest(name, known)}')
-    mine = {k: v for k, v in settings.items() if k in options_in(JudgeChoice)}
+    mine = {k: v for k, v in settings.items() if k in flat_options(JudgeChoice)}
     judging = from_settings(JudgeChoice, mine)
     rest = {'data': PAIRS.name, **{k: v for k, v in settings.items() if k not in mine}}
     played = from_settings(Evaluation, as_played(rest, Evaluation, say))

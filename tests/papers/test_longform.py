@@ -300,7 +300,7 @@ def chatty(tmp_path, monkeypatch):
         said = q.answers[0] if luck < .4 else 'Nobody knows.'
         return (answer_of(PRS, said) if luck < .8 else 'I give up.') + '<|im_end|>'
     make = lambda model, tokenizer, **limits: Chatty(act, tokenizer, 8192)
-    for module in ('setup', 'sft'): monkeypatch.setattr(f'credit_rl.{module}.HFEngine', make)
+    monkeypatch.setattr('credit_rl.setup.HFEngine', make)
     return str(tmp_path / 'model')
 
 
