@@ -132,7 +132,9 @@ def _questions(types, facts, n, hops, split, seed, rng):
 
 # %% ../nbs/2_environment/05_world.ipynb #c022
 def fact_chain(question):
-    "List the facts a question is made of, in order: list of (name, relation)."
+    """List the facts a question is made of, in order: list of (name, relation). Raises ValueError on one that is not of the
+    tiny world."""
+    if 'chain' not in question.meta: raise ValueError(f'{question.text!r} is no question of the tiny world')
     return list(zip(question.meta['chain'], question.meta['relations']))
 
 def _mark(question, parametric):

@@ -3,6 +3,7 @@ import pytest
 import yaml
 
 from credit_rl import setup as staging
+from credit_rl.options import flat
 from credit_rl.protocol import byte_tokenizer
 from credit_rl.settings import check, make_config
 from credit_rl.tiny import tiny_tokenizer
@@ -15,7 +16,7 @@ def test_the_tiny_world_refuses_what_it_does_not_read(given, tmp_path):
     (name,) = given
     with pytest.raises(ValueError, match=f'{name}=.*would not be read.*data=NAME'): check(make_config(given))
     stored = make_config({**given, 'run': str(tmp_path), 'resume': True})
-    (tmp_path / 'params.yaml').write_text(yaml.safe_dump(vars(stored)))
+    (tmp_path / 'params.yaml').write_text(yaml.safe_dump(flat(stored)))
     if name != 'path': check(stored)                                   # begun before this was refused: as it was
 
 

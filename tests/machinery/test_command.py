@@ -231,7 +231,7 @@ def test_an_interrupt_ends_in_a_line(module, function, words, tmp_path, monkeypa
     monkeypatch.chdir(root)
     monkeypatch.setattr(importlib.import_module(f'credit_rl.{module}'), function, interrupted)
     with pytest.raises(SystemExit) as ended: main([word.replace('OUT', str(tmp_path / 'out')) for word in words])
-    assert ended.value.code == 130 and 'interrupted; the same command begins anew' in capsys.readouterr().err
+    assert ended.value.code == 130 and 'interrupted; the same command' in capsys.readouterr().err
 
 
 def test_a_model_is_exported_into_its_run_unless_a_folder_is_named(monkeypatch, capsys):

@@ -100,4 +100,4 @@ def test_host_files_leave_time_for_a_step_and_its_save():
     slurm = (ROOT / 'runs/hosts/slurm.sh').read_text()
     *_, job = yaml.safe_load_all((ROOT / 'runs/hosts/kubernetes.yaml').read_text())
     patience = job['spec']['template']['spec']['terminationGracePeriodSeconds']
-    assert f'--signal=USR1@{patience}\n' in slurm and patience == s.grace > takes
+    assert f'--signal=USR1@{patience}\n' in slurm and patience == s.checkpoints.grace > takes

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from credit_rl.options import Option, options_in
+from credit_rl.options import Option, flat, flat_options, options_in
 from credit_rl.parameters import by_group, make_parser, notebook_settings, read_settings
 from credit_rl.settings import Config, make_config, read_parameters
 
@@ -33,12 +33,14 @@ def kind_of(option): return option.kind or type(option.default)
 @pytest.mark.parametrize('seed', range(8))
 def test_a_cells_values_are_used_as_meant_or_refused_by_name(seed):
     rng, cells = random.Random(seed), 0
-    for name, option in options_in(Config).items():
+    for name, option in flat_options(Config).items():
         if kind_of(option) not in MODEST: continue
         meant = option.default if option.choices else MODEST[kind_of(option)](rng)
         wrap = rng.choice(WRAPPED.get(type(meant), [lambda v: v]))
-        try: found = getattr(read_parameters({name: wrap(meant), 'np': np, 'table': object()}), name)
-        except ValueError as e: assert name in str(e)
+        group, _, field = name.partition('.')
+        cell = {group: {field: wrap(meant)} if field else wrap(meant), 'np': np, 'table': object()}
+        try: found = flat(read_parameters(cell))[name]
+        except ValueError as e: assert (field or name) in str(e)
         else:
             assert found == meant and type(found) in (type(meant), kind_of(option)), (name, wrap, found)
             cells += 1
