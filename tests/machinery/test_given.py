@@ -100,7 +100,7 @@ def test_a_number_is_decimal_or_refused_by_its_name(text):
         except ValueError as e: assert name in str(e)
         else: assert value == float(text)                     # Python's reading: decimal, _ between digits
     meant = text if re.search('[xob:e]', text) else int(text)
-    assert found['options'] == {'alpha': meant} and found['betas'] == [meant, .5]
+    assert found['options'] == {'alpha': meant} and found['adamw.betas'] == [meant, .5]
 
 
 def test_a_list_of_texts_keeps_what_yaml_drops():
