@@ -77,9 +77,9 @@ def printed(notebook):
 
 
 def commands_of(name):
-    "The commands in the head of a papers' file: list of lists of words."
+    "The commands of papermill in the head of a papers' file: list of lists of words."
     return [shlex.split(line[4:]) for line in (ROOT / 'runs' / 'params' / f'{name}.yaml').read_text().splitlines()
-            if line.startswith('#   ')]
+            if line.startswith('#   papermill ')]
 
 
 def typed(words, given, cwd):
