@@ -27,13 +27,13 @@ from .outcome import outcome_rewards
 from .parameters import (by_group, error_line, from_settings, make_parser, notebook_settings,
                                   read_settings)
 from .protocol import PROTOCOLS, prompt_hash
-from .runlog import (RunLog, latest_checkpoint, read_json, read_metrics, read_params, save_checkpoint,
-                              stored_folders)
+from .runlog import (MAY_CHANGE, RunLog, SilentLog, check_same_params, held, latest_checkpoint, read_json,
+                              read_metrics, read_params, save_checkpoint, saving, stored_folders)
 from .settings import Config, check, data_sets, tree_notes
 from .sharded import DeepSpeedBackend
 from .setup import (Examiner, bound_method, examine, make_engine, make_setup, origin_of, plan_of,
                              real_questions, real_search, start_critic)
-from .train import MAY_CHANGE, SilentLog, check_same_params, end_interrupted, held, saving
+from .train import end_interrupted
 from .vllm_engine import EngineLost
 from .warmup import (GATE, Collection, CollectionPlan, Examination, GateFailed, Missing, Sampler, WarmUp,
                               collect, critic_learner, make_pairs, read_collected, report_from, searching, warm_up,

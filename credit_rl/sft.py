@@ -26,14 +26,14 @@ from .parameters import by_group, error_line, from_settings, make_parser, read_s
 from .parts import Credit, Loss
 from .protocol import prompt_hash
 from .rollout import rollout
-from .runlog import (RunLog, atomic_folder, code_hashes, latest_checkpoint, read_json, read_params, read_turns,
-                              save_checkpoint)
+from .runlog import (MAY_CHANGE, RunLog, atomic_folder, check_same_params, code_hashes, latest_checkpoint,
+                              read_json, read_params, read_turns, save_checkpoint, saving)
 from .scoring import retell
 from .settings import Config, check, make_config, tree_notes
 from .setup import (add_lora, bound_method, draw_questions, make_setup, merge_lora, origin_of, real_questions,
                              real_search)
 from .step_metrics import paired_line, right_marks
-from .train import MAY_CHANGE, check_same_params, end_interrupted, saving, write_memory
+from .train import end_interrupted, write_memory
 from .trajectory import Group, group_from_json, to_json, trajectory_from_json
 
 # %% ../nbs/5_run/64_sft.ipynb #c006
