@@ -17,7 +17,7 @@ from .metrics import TOKENS
 from .models import read_template
 from .options import SettingsGroup, options_in, read_options, setting
 from .prompting import BASELINES, DIRECT
-from .protocol import ANSWER_STOPS, CALL_STOPS, PROTOCOLS, WORDS, check_tokenizer, get_protocol, without_search, worded
+from .protocol import ANSWER_STOPS, CALL_STOPS, PROTOCOLS, WORDS, check_tokenizer, get_protocol, without_search, reword
 from .readers import Cutting, RowError
 from .retrieval import BM25
 from .rollout import MALFORMED, NOTES, RULES, Environment, check_lengths
@@ -207,7 +207,7 @@ class Conversation(SettingsGroup):
         if self.max_tokens is not None: check_lengths(self.prompt_tokens, self.response_tokens, self.max_tokens)
 
     @property
-    def words(self): return {name: getattr(self, name) for name in WORDS}   # arguments of `worded`
+    def words(self): return {name: getattr(self, name) for name in WORDS}   # arguments of `reword`
 
     @property
     def rules(self): return {name: getattr(self, name) for name in RULES}   # fields of `Environment`
@@ -287,7 +287,7 @@ def make_environment(
         raise ValueError(f"tools of one's own go with protocol 'tools', or a file with its call_style, got {asked.name!r} "
                          f'and {"such tools" if own else "a search"}')
     if own: asked = dataclasses.replace(asked, tools=search.schemas)
-    asked = worded(asked, **how.words)
+    asked = reword(asked, **how.words)
     turns = how.max_turns if base is None or base.max_turns is None else base.max_turns
     must_search = base.searches and not asked.runs_code if base else not asked.context_tag and how.protocol != 'direct'
     if search is None and asked.runs_code: asked = without_search(asked)

@@ -12,7 +12,7 @@ from .environment import asked_protocol, playing
 from .learner import saved_policy
 from .models import load_model, read_template, write_model
 from .parameters import error_line, make_parser
-from .protocol import Chat, worded
+from .protocol import Chat, reword
 from .runlog import atomic_folder, latest_checkpoint, named_checkpoint, read_json, read_params, writing
 from .settings import make_config
 from .setup import add_lora, base_folder, merge_lora
@@ -64,7 +64,7 @@ def _write_model(folder, run, model, tokenizer, step):
     "Write a policy and where it comes from, as a whole."
     about = read_params(run)
     how, data = make_config(about), about['data']
-    chat = Chat(worded(asked_protocol(how.protocol, data), **how.words), tokenizer,
+    chat = Chat(reword(asked_protocol(how.protocol, data), **how.words), tokenizer,
                 *((None, {}) if data == 'tiny' else (read_template(how.template), how.template_options)))
     with atomic_folder(folder) as part:
         origin = {'run': run.name, 'step': step, **{k: about[k] for k in ('method', 'model', 'seed', 'lora')}}

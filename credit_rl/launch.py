@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['LAUNCHER', 'Ranks', 'is_rank', 'join_ranks', 'check_alike', 'expect_file', 'keep_traceback', 'failure',
            'check_threads', 'check_hosts', 'ranks_here', 'rank_environment', 'missing_for_hosts', 'launch_command',
-           'Processes', 'set_torch', 'LaunchError', 'speak', 'Progress', 'told_to_end', 'launch', 'on_ranks',
+           'Processes', 'set_torch', 'LaunchError', 'speak', 'Progress', 'watch_signals', 'launch', 'on_ranks',
            'let_threads_sleep']
 
 # %% ../nbs/machinery/03_launch.ipynb #c002
@@ -179,8 +179,8 @@ def check_alike(
     look = lambda: (socket.gethostname(), given, _reads(folder, token), {p: _bytes(p) for p in _named_files(settings)})
     seen = ranks.each(list(range(ranks.count)), lambda mine: [look()] * len(mine))
     if ranks.first: (Path(folder)/token).unlink()
-    if apart := _given_apart(seen): raise ValueError('every host gives the same command, but ' + '; '.join(apart))
-    if wrong := _seen_apart(folder, seen):
+    if apart := _compare_settings(seen): raise ValueError('every host gives the same command, but ' + '; '.join(apart))
+    if wrong := _ask_hosts(folder, seen):
         raise ValueError('the hosts of a run must see the same files, under the same paths, but ' + '; '.join(wrong))
 
 def _write_token(folder):
@@ -203,14 +203,14 @@ def _bytes(path):
     return sum(p.stat().st_size for p in path.rglob('*') if p.is_file())
 
 # %% ../nbs/machinery/03_launch.ipynb #s3x6
-def _given_apart(seen):
+def _compare_settings(seen):
     "Settings that differ from the first rank's, list of str."
     first, mine, *_ = seen[0]
     apart = [f'{name}={there.get(name)!r} on {host}, {mine.get(name)!r} on {first}' for host, there, *_ in seen
              for name in {**mine, **there} if there.get(name) != mine.get(name)]
     return list(dict.fromkeys(apart))
 
-def _seen_apart(folder, seen):
+def _ask_hosts(folder, seen):
     """What hosts see otherwise than the first, list of str; `seen`: of each rank (host, settings, reads the token, bytes
     by path)."""
     first, _, _, sizes = seen[0]
@@ -252,7 +252,7 @@ def _write_error(place, rank, error):
 # as torchrun reports ranks that a signal ended
 _DEATHS = re.compile(r'rank\s*:\s*(\d+) \(local_rank.*\n.*?exitcode\s*:\s*(-\d+)')
 
-def _killed(log):
+def _find_killed(log):
     "Ranks that a signal ended, by what a launcher printed: dict rank → signal."
     deaths = {int(rank): signal.Signals(-int(code)).name for rank, code in _DEATHS.findall(log)}
     # those are what the others' ends look like
@@ -274,7 +274,7 @@ def failure(
     "Say why a run's ranks ended without a result: a signal, else the first traceback, else the log."
     folder, notes = Path(folder), _notes(folder)
     where = f'the whole output is in {folder/file}'
-    if killed := _killed(log):
+    if killed := _find_killed(log):
         ended = ', '.join(f'rank {rank} was ended by {name}' for rank, name in killed.items())
         return f'{ended} (out of memory, or someone ended it); {where}'
     if notes:
@@ -496,7 +496,7 @@ def _lines(process):
 _END = '.end'    # file in a run's folder by which a launcher tells all ranks to save and end: the signal's number
 
 @contextlib.contextmanager
-def told_to_end(folder):
+def watch_signals(folder):
     """Let SIGTERM and SIGUSR1 ask for an end: a function that gives the signal's number, 0 while nobody has asked. Ranks
     are asked by their launcher, through a file in the run's `folder`; a signal alone ends a rank, and a second one any
     process."""
@@ -587,7 +587,7 @@ class _Hosts:
         if not self.met and re.search('Rendezvous(Timeout|Connection)Error', text):
             own = (f'{self.count} hosts did not all come within {_WAIT} s: is the same command given on each, and can '
                    f'the endpoint be reached? The whole output is in {self.folder/file}')
-        self.tell(own, bool(_killed(text)))
+        self.tell(own, bool(_find_killed(text)))
         while self.met and len(self.words()) < self.count and not self.lost(15) and time.monotonic() < until:
             time.sleep(.2)
         first = failure(self.folder, text, file) if _notes(self.folder) else self.words()[0]
@@ -612,7 +612,7 @@ def launch(
     over, file = lambda: stamp() not in (None, before), f'ranks{hosts.name}.log'
     _clear(folder, hosts.name)
     try:
-        with told_to_end(folder) if saves else _sigterm_interrupts() as asked:
+        with watch_signals(folder) if saves else _sigterm_interrupts() as asked:
             while True:
                 text, code = _follow(command, folder/file, say, over, grace, environment, hosts,
                                      saves and (saves, asked))

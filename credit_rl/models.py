@@ -144,7 +144,7 @@ def end_ids(
     own = [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
     return {i for i in [*own, tokenizer.eos_token_id] if i is not None}
 
-def _fixed(template, options):
+def _fix_options(template, options):
     "A chat template (jinja) in which its variables have the values of `options`, a day for strftime_now included."
     if day := options.get('strftime_now'):
         said = lambda call: repr(datetime.date.fromisoformat(str(day)).strftime(call[2]))
@@ -177,7 +177,7 @@ def write_model(
         eos_token_id=sorted(ends) if len(ends) > 1 else min(ends, default=None))
     try:
         if chat and (chat.template or chat.options):
-            texts, fixed = chat.template or before, lambda text: _fixed(text, chat.options)
+            texts, fixed = chat.template or before, lambda text: _fix_options(text, chat.options)
             many = isinstance(texts, dict)
             tokenizer.chat_template = {n: fixed(t) for n, t in texts.items()} if many else fixed(texts)
         model.save_pretrained(folder, state_dict=weights)

@@ -26,9 +26,9 @@ def from_settings(
     options = options_in(kind)
     for name in given:
         if name not in options: raise ValueError(f'there is no setting {name!r}{nearest(name, options)}')
-    return kind(**{name: options[name].read(name, _written(options[name], value)) for name, value in given.items()})
+    return kind(**{name: options[name].read(name, _read_dict(options[name], value)) for name, value in given.items()})
 
-def _written(option, value):
+def _read_dict(option, value):
     """The value that a text means where a dict or a list is wanted: '{alpha: 0.5}', as papermill's -p hands it over, or
     'tspo,grpo', without the brackets. A day that YAML has read is the text that was written. Raises ValueError."""
     if option.kind is str and type(value) is datetime.date: return value.isoformat()
@@ -182,7 +182,7 @@ def read_settings(
     arguments=None,  # list of str; None: the command line's
     groups=None,     # settings that --help lists, see by_group
 ):
-    """Read a command's `--params FILE` and `setting=value …`, see `_typed`: (settings: dict, what the parser was
+    """Read a command's `--params FILE` and `setting=value …`, see `_parse`: (settings: dict, what the parser was
     given). `-p setting value`, as papermill has it, and `--setting value` say the same; `setting.key` is one key of a
     setting that is a dict. Raises OSError, ValueError where a file does not hold settings."""
     parser.add_argument('--params', metavar='FILE', help='YAML file of settings')
@@ -198,11 +198,11 @@ def read_settings(
         settings = (load_yaml(read_text(given.params), given.params) if given.params else None) or {}
         if not isinstance(settings, dict):
             raise ValueError(f'{given.params}: wanted lines such as "steps: 70", got {settings!r:.60}')
-        over = {name: _typed(known.get(name), value) for name, value in (text.split('=', 1) for text in given.settings)}
+        over = {name: _parse(known.get(name), value) for name, value in (text.split('=', 1) for text in given.settings)}
     except yaml.YAMLError as e: raise ValueError(' '.join(str(e).split())) from e
-    return _nested(settings, over, known), given
+    return _merge_nested(settings, over, known), given
 
-def _typed(option, text):
+def _parse(option, text):
     """What a typed value means: the text itself where the setting is one (null is None where it may be, and quotes
     around all of it are YAML's), else what YAML says, with decimal numbers. Raises yaml.YAMLError."""
     kind = (option.kind or type(option.default)) if option else None
@@ -220,7 +220,7 @@ def _params_file(path):
     near = difflib.get_close_matches(Path(path).stem, known, 1)
     raise FileNotFoundError(f'--params: there is no file {path}' + ''.join(f'; did you mean {known[n]}?' for n in near))
 
-def _nested(settings, over, known):
+def _merge_nested(settings, over, known):
     "Settings with others put over them, those of one key of a dict into that dict: dict."
     settings = dict(settings)
     for name, value in over.items():

@@ -27,7 +27,7 @@ from .outcome import outcome_rewards
 from .parameters import (by_group, error_line, from_settings, make_parser, notebook_settings,
                                   read_settings)
 from .protocol import PROTOCOLS, prompt_hash
-from .runlog import (MAY_CHANGE, RunLog, SilentLog, check_same_params, held, latest_checkpoint, read_json,
+from .runlog import (MAY_CHANGE, RunLog, SilentLog, check_same_params, hold_run, latest_checkpoint, read_json,
                               read_metrics, read_params, save_checkpoint, saving, stored_folders)
 from .settings import Config, check, data_sets, tree_notes
 from .sharded import DeepSpeedBackend
@@ -126,7 +126,7 @@ def _embedder(name):
     return SentenceTransformer(name, trust_remote_code=False).encode
 
 # %% ../nbs/5_run/65_prepare.ipynb #c011
-def _gathered(path, player, env, questions, how, other, embed, say):
+def _gather(path, player, env, questions, how, other, embed, say):
     """Rollouts to teach or to examine on, collected by all ranks as `how` and `other` say, or read from the file where
     they were kept: `WarmupRollouts`."""
     if not player.ranks.once(path.exists):
@@ -161,7 +161,7 @@ def _summary(c, history, exam, learner):
         'drift': _drift(learner, pack(chosen[:64])), 'questions': {str(t): int((tiers == t).sum()) for t in (1, 2)}}
 
 # %% ../nbs/5_run/65_prepare.ipynb #c015
-def _finished_warming(
+def _warmup_over(
     c,  # Warming
 ):
     """The summary of a warm-up that is resumed and over (it passed, or took all its steps), None if there is more to
@@ -222,27 +222,27 @@ def prepare(
         if c.other_corpus: open_search(data_sets(c)[0], c.path, c.other_corpus)
         return examine(c, say, Examiner(check_warming, _weigh, _forecast))
     check_warming(c)
-    over = _finished_warming(c) is not None
+    over = _warmup_over(c) is not None
     if not (over or is_rank()):
         if c.model != 'tiny': find_model(c.model)
         for line in [*_forecast(c), *no_gpu(c, c.model)] if is_large(c.model) else (): say(line)
     return on_ranks('credit_rl.prepare', c, say, lambda ranks: _prepare(c, say, ranks),
-                    lambda s: held(s, (*MAY_CHANGE, 'warm_steps')), over, c.restarts)
+                    lambda s: hold_run(s, (*MAY_CHANGE, 'warm_steps')), over, c.restarts)
 
 # %% ../nbs/5_run/65_prepare.ipynb #c019
 def _prepare(c, say, ranks):
     "The warm-up, or this rank's part of it."
     say = say if ranks.first else lambda line: None
-    if _finished_warming(c):
+    if _warmup_over(c):
         check_same_params(c)
         say(f'{c.run} is only shown again: its warm-up is over')
         return Path(c.run)
     set_torch(c.threads, c.tf32)
     with RunLog(c.run, c.resume, c.trackers) if ranks.first else SilentLog(c.run) as log:
-        return _warmed(c, log, ranks, say)
+        return _warm_folder(c, log, ranks, say)
 
 # %% ../nbs/5_run/65_prepare.ipynb #sp654
-def _warmed(c, log, ranks, say):
+def _warm_folder(c, log, ranks, say):
     "Warm up into a run folder that this process holds, which gets its parameters. Returns it."
     real = None if c.data == 'tiny' else (real_questions(c, c.seed), real_search(c, c.protocol))
     for line in tree_notes(c.tree, 'a warm-up reads its states as rows of their own'): say(line)
@@ -256,9 +256,9 @@ def _warmed(c, log, ranks, say):
     try:
         for part, most in (('train', c.sorted_questions), ('dev', None)):
             env, path = stage.environments[part], log.folder/f'rollouts-{part}.jsonl.gz'
-            data[part] = _gathered(path, player, env, stage.questions[part][:most],
-                                   _collecting(c, metric, part), _elsewhere(c, env), c.embed,
-                                   lambda line: say(f'{part}: {line}'))
+            data[part] = _gather(path, player, env, stage.questions[part][:most],
+                                 _collecting(c, metric, part), _elsewhere(c, env), c.embed,
+                                 lambda line: say(f'{part}: {line}'))
     finally:
         if c.engine != 'hf': engine.close()
     exam = Examination(data['dev'], stage.environments['dev'], metric, c.row_tokens)

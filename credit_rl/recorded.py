@@ -17,7 +17,7 @@ from .methods import get_method
 from .models import load_tokenizer
 from .outcome import Earned
 from .parts import Facts, Measured, assign, first_tokens
-from .protocol import worded
+from .protocol import reword
 from .runlog import read_params, read_turns
 from .scoring import SCHEMA_OPTION, read_schema
 from .settings import make_config, own_tokenizer
@@ -75,7 +75,7 @@ class Recording:
     def protocol(self):
         "The protocol in which questions were asked; None where it is not known."
         if self.settings is None: return None
-        return worded(asked_protocol(self.settings.protocol, self.settings.data), **self.settings.words)
+        return reword(asked_protocol(self.settings.protocol, self.settings.data), **self.settings.words)
 
 def _newest(rows, most, size):
     "The attempts that hold the last `most` rollouts, whole, and how many rollouts stand before them."
@@ -123,7 +123,7 @@ _HINTS = {'belief': 'needs the belief in the gold, which this run did not measur
           'values': "needs a critic's values at the starts of turns, and this run had no critic"}
 _TOKENS = 'needs a value before every token, and a run keeps those at the starts of turns'
 
-def _scored(x):
+def _as_scores(x):
     "(N, K+1) log-probabilities of one gold of one token: what `Measured` calls `_logp` and `_tokens`."
     return x[..., None], torch.ones_like(x, dtype=torch.long)[..., None]
 
@@ -151,7 +151,7 @@ def _recorded_look(
             if schemas.get(who, asked) != asked:
                 raise NotKept(f'scores golds in other words than this run did, {asked.before!r} … {asked.after!r}')
             if needs.ends: _check_ends(x, layout, name)
-            seen[f'{who}_logp'], seen[f'{who}_tokens'] = _scored(x.log() if name == 'belief' else x)
+            seen[f'{who}_logp'], seen[f'{who}_tokens'] = _as_scores(x.log() if name == 'belief' else x)
         if needs.values: seen['values'] = _token_values(rows, layout, method.critic)
         return Measured(**seen)
     return look

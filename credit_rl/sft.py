@@ -16,7 +16,7 @@ from .demonstrations import demonstrate_all, reach, write_message
 from .engine import HFEngine, seed_of
 from .environment import asked_protocol, make_environment, playing
 from .evaluate import evaluate, note_seen, question_key, read_manifest, right_rows, seen_lines, train_keys
-from .launch import Progress, set_torch, told_to_end
+from .launch import Progress, set_torch, watch_signals
 from .layout import pack
 from .learner import BadStep, Learner, Optimiser
 from .models import load_tokenizer, tokenizer_hash, write_model
@@ -176,12 +176,12 @@ def rejection_sft(
     c = make_config(config, say) if isinstance(config, dict) else config
     if c.dry_run: raise ValueError('dry_run is for training by reinforcement; this fine-tuning has none')
     check(c)
-    if c.resume and (Path(c.run)/'summary.json').exists(): return _finished(c, how, say)
+    if c.resume and (Path(c.run)/'summary.json').exists(): return _find_finished(c, how, say)
     set_torch(c.threads, c.tf32)
-    with told_to_end(c.run) as asked, RunLog(c.run, c.resume) as log, log.beginning():
+    with watch_signals(c.run) as asked, RunLog(c.run, c.resume) as log, log.beginning():
         log.write_params({**vars(c), 'method': 'sft', 'sft': dataclasses.asdict(how)}, MAY_CHANGE)
         stage = make_setup(c, origin_of(c), say)
-        for line in _unheeded(c): say(line)
+        for line in _list_unheeded(c): say(line)
         engine = HFEngine(stage.model, stage.chat.tokenizer, max_length=c.max_tokens)
         test = lambda: evaluate(engine, stage.environments['test'], stage.questions['test'], c.greedy,
                                 progress=Progress(say, 'test questions played', len(stage.questions['test'])))
@@ -244,13 +244,13 @@ def _examples(stage, engine, sampling, how, metric, seed, say):
         kept, summary = read_demos(how.demos, stage.chat)
         say(f'{sum(len(g.trajectories) for g in kept)} demonstrations of {len(kept)} questions')
         return kept, summary['trajectories']
-    groups = _played(stage, engine, sampling, how, seed, say)
+    groups = _play_batches(stage, engine, sampling, how, seed, say)
     kept, played = keep_right(groups, metric, how.per_question, seed), sum(len(g.trajectories) for g in groups)
     say(f'{sum(len(g.trajectories) for g in kept)} rows of {played} rollouts are right, different, and kept')
     return kept, played
 
 # %% ../nbs/5_run/64_sft.ipynb #c015
-def _finished(config, how, say, name='sft'):
+def _find_finished(config, how, say, name='sft'):
     "The folder of a fine-tuning, or of demonstrations, that is over. Raises ValueError on other settings."
     folder = Path(config.run)
     check_same_params(config, (*MAY_CHANGE, 'method'))
@@ -260,7 +260,7 @@ def _finished(config, how, say, name='sft'):
     say(f'{folder} is complete and left as it is')
     return folder
 
-def _unheeded(c):
+def _list_unheeded(c):
     "What is set of a training that a fine-tuning does not heed: list of lines."
     usual = {'engine': 'hf', 'learner': 'plain', 'ranks': 1}
     return tree_notes(c.tree, 'a fine-tuning reads its rows as they are') + [
@@ -280,7 +280,7 @@ def _text_of(trajectory, tokenizer):
     turns = [i for turn in trajectory.turns for i in (*turn.action_ids, *turn.observation_ids)]
     return tokenizer.decode([*trajectory.prompt_ids, *turns])
 
-def _played(stage, engine, sampling, how, seed, say, at_once=24):
+def _play_batches(stage, engine, sampling, how, seed, say, at_once=24):
     "Rollouts of training questions, a batch at a time: list of Group."
     groups, n = [], how.questions
     for step in range(1, -(-n // at_once) + 1):
@@ -309,7 +309,7 @@ def write_demos(
     if c.data == 'tiny': raise ValueError('the tiny world has players of its own (25_tiny): give another data set')
     check(c)
     write_message(asked_protocol(c.protocol), '')                  # refuses a protocol without demonstrations
-    if c.resume and (Path(c.run)/'summary.json').exists(): return _finished(c, how, say, 'demos')
+    if c.resume and (Path(c.run)/'summary.json').exists(): return _find_finished(c, how, say, 'demos')
     with RunLog(c.run, c.resume) as log, log.beginning():
         log.write_params({**vars(c), 'method': 'demos', 'demos': dataclasses.asdict(how)}, MAY_CHANGE)
         tokenizer, parts = load_tokenizer(c.model), real_questions(c, c.seed)

@@ -18,7 +18,7 @@ from credit_rl.studies.regimes import regime_environment
 from credit_rl.rollout import rollout
 from credit_rl.runlog import load_yaml, metrics_by_step, read_params, read_summary, read_text, stored_folders
 from credit_rl.significance import holm
-from credit_rl.studies.study import (SCORE, joined, predict, rank_agreement, read_audits, regimes_of, study_tables,
+from credit_rl.studies.study import (SCORE, join_estimates, predict, rank_agreement, read_audits, regimes_of, study_tables,
                              which_rule_when)
 from credit_rl.tiny import Player, act, tiny_tokenizer
 from credit_rl.world import get_regime, world_of
@@ -112,7 +112,7 @@ def test_the_interval_of_joined_estimates_covers(n):
     truth, error = rng.normal(size=n), rng.uniform(.1, 1, n)
     held = 0
     for values in rng.normal(truth, error, (times, n)):
-        mean, low, high = joined(values, values - 1.96 * error, values + 1.96 * error)
+        mean, low, high = join_estimates(values, values - 1.96 * error, values + 1.96 * error)
         assert mean == pytest.approx(values.mean())
         held += low <= truth.mean() <= high
     assert .94 < held / times < .96
