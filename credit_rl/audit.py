@@ -22,11 +22,11 @@ from .options import setting
 from .parameters import by_group, error_line, from_settings, make_parser, read_settings
 from .parts import assign
 from .rollout import RolloutSize, continuations, rollout
-from .runlog import SilentLog, atomic_write, plain_json, write_json, writing
+from .runlog import atomic_write, plain_json, write_json, writing
 from .significance import jackknife, ratio_interval
 from .settings import Config, check, make_config
 from .setup import draw_questions, make_engine, make_learner, make_setup, origin_of
-from .train import Run, play_step
+from .train import Run, SilentLog, play_step
 from .true_credit import (credit_errors, distinct_states, sampling_variance, score_continuations, solver_rates,
                                    solver_values, state_values, turn_credit, turn_score)
 
@@ -459,7 +459,19 @@ def run_audit(
     world `solver.csv`, the rules held against the solver's value. Returns the folder. Raises FolderInUse."""
     with writing(config.run) as folder:
         truth, table, more, against = _make_audit(config, auditing, say)
-        _write_audit(folder, truth, table, more)
+        # store an audit
+        squares = squares_by_kind(truth, turn_kinds(truth.groups))
+        (folder/'figures').mkdir(parents=True, exist_ok=True)
+        atomic_write(folder/'audit.csv', table.to_csv)
+        share = [mean for mean, _, _ in _credit_shares(squares)]
+        sight = {'in_question': gold_in_question([g.question for g in truth.groups]),
+                 'by_chance': chance_occurrence(truth.groups)}
+        said = _findings(table, squares), saving_says(more['saving'].values()), _gold_finding(sight)
+        found = {'findings': ' '.join(said), 'bottleneck': dict(zip(KINDS, share)),
+                 'right': float(truth.outcome.mean()), 'questions': len(truth.groups), 'states': len(truth.played),
+                 'continuations': truth.played.shape[1], 'golds': sight, **more}
+        write_json(folder/'audit.json', plain_json(found))
+        _audit_figure(table, squares).savefig(folder/'figures'/'audit.png', dpi=110)
         if against is not None: atomic_write(folder/'solver.csv', against.to_csv)
     return folder
 
@@ -508,21 +520,6 @@ def _gold_finding(sight):
     "What an audit says of golds that are seen without a find: a sentence."
     return (f'A gold stands in {sight["in_question"]:.0%} of the questions themselves, and by chance '
             f'{sight["by_chance"]:.0%} of the rollouts are shown a gold of another question.')
-
-def _write_audit(folder, truth, table, more):
-    "Store an audit: table, findings, bottleneck, belief in the gold, what credit could save, figure."
-    squares = squares_by_kind(truth, turn_kinds(truth.groups))
-    (folder/'figures').mkdir(parents=True, exist_ok=True)
-    atomic_write(folder/'audit.csv', table.to_csv)
-    share = [mean for mean, _, _ in _credit_shares(squares)]
-    sight = {'in_question': gold_in_question([g.question for g in truth.groups]),
-             'by_chance': chance_occurrence(truth.groups)}
-    said = _findings(table, squares), saving_says(more['saving'].values()), _gold_finding(sight)
-    found = {'findings': ' '.join(said), 'bottleneck': dict(zip(KINDS, share)),
-             'right': float(truth.outcome.mean()), 'questions': len(truth.groups), 'states': len(truth.played),
-             'continuations': truth.played.shape[1], 'golds': sight, **more}
-    write_json(folder/'audit.json', plain_json(found))
-    _audit_figure(table, squares).savefig(folder/'figures'/'audit.png', dpi=110)
 
 # %% ../nbs/6_looking/71_audit.ipynb #a031
 def read_audit_settings(

@@ -11,7 +11,6 @@ __all__ = ['find_runs', 'run_label', 'each_run', 'load_runs', 'runs_frame', 'pac
 # %% ../nbs/6_looking/74_compare.ipynb #c003
 import dataclasses, json, math, os, signal, subprocess, sys, tempfile, textwrap
 from pathlib import Path
-import torch
 from .diagnostics import method_colour, method_colours
 from .jobs import Job, last_words, run_jobs, status_table
 from .parameters import by_group, each_world, enter_project, fill_names, make_parser, read_settings
@@ -178,22 +177,6 @@ def _apart(heights, gap):
             blocks[-2:] = [[(n * y + m * z) / (n + m), n + m]]
     return {key: y + i * gap for i, (key, y) in enumerate(zip(keys, (y for y, n in blocks for _ in range(n))))}
 
-# %% ../nbs/6_looking/74_compare.ipynb #c017
-def _name_lines(ax, curves):
-    "Write each method's name right of the axes, at the height of its last point, and where it ends if others go on."
-    low, high = ax.get_ylim()
-    right = ax.get_xlim()[1]
-    last = {m: c.groupby('x').y.mean() for m, c in curves.groupby('method')}
-    colours = method_colours(list(dict.fromkeys(curves.method)))
-    for m, y in _apart({m: line.iloc[-1] for m, line in last.items()}, (high - low) / 18).items():
-        seeds, end = curves[curves.method == m].seed.nunique(), last[m].index[-1]
-        name = f'{m}, {seeds} seed{"s" * (seeds > 1)}'
-        if end < .95 * curves.x.max(): name += f', all to {end:.3g}'
-        ax.plot([end, right], [last[m].iloc[-1], y], ':', color=colours[m], lw=0.8)
-        ax.annotate(name, (right, y), (4, 0), textcoords='offset points', va='center', color=colours[m], fontsize=9,
-                    annotation_clip=False)
-    ax.set(xlim=(None, right), ylim=(low, high))
-
 # %% ../nbs/6_looking/74_compare.ipynb #c018
 def curves(
     ax,            # matplotlib axes
@@ -241,7 +224,18 @@ def learning_curves(
         fig, ax = plt.subplots(figsize=(7, 3.4), layout='constrained')
         curves(ax, found, method_colours(methods))
         _ceiling(runs, metric, ax)
-        _name_lines(ax, found)
+        low, high = ax.get_ylim()
+        right = ax.get_xlim()[1]
+        last = {m: c.groupby('x').y.mean() for m, c in found.groupby('method')}
+        colours = method_colours(list(dict.fromkeys(found.method)))
+        for m, y in _apart({m: line.iloc[-1] for m, line in last.items()}, (high - low) / 18).items():
+            seeds, end = found[found.method == m].seed.nunique(), last[m].index[-1]
+            name = f'{m}, {seeds} seed{"s" * (seeds > 1)}'
+            if end < .95 * found.x.max(): name += f', all to {end:.3g}'
+            ax.plot([end, right], [last[m].iloc[-1], y], ':', color=colours[m], lw=0.8)
+            ax.annotate(name, (right, y), (4, 0), textcoords='offset points', va='center', color=colours[m], fontsize=9,
+                        annotation_clip=False)
+        ax.set(xlim=(None, right), ylim=(low, high))
         ax.set_title('line: mean over seeds; band: lowest to highest seed' + absent, fontsize=9, loc='left')
         ax.set_xlabel(_AXES[x][1])
         ax.set_ylabel(textwrap.fill(METRICS.get(metric, metric), 36), fontsize=9)

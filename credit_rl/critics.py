@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['auc', 'reliability', 'expected_calibration_error', 'brier', 'explained_variance', 'LinearHead', 'CompetenceHead',
-           'token_values', 'segment_starts', 'head_values', 'at_states', 'scale_gradient']
+           'token_values', 'segment_starts', 'at_states', 'scale_gradient']
 
 # %% ../nbs/4_learning/51_critics.ipynb #c003
 import torch
@@ -178,34 +178,18 @@ def segment_starts(
     states[cell] = torch.stack([row, position - 1], 1)
     return states
 
-# %% ../nbs/4_learning/51_critics.ipynb #c039
-def _where(states, shape):
-    "Rows and positions (n,) of the states that exist, and which do, (N, S) bool. Raises outside (R, T) = shape."
-    there = (states >= 0).all(-1)
-    row, position = states[there].unbind(-1)
-    if len(row) and (row.max() >= shape[0] or position.max() >= shape[1]):
-        raise ValueError(f'states point to row {int(row.max())} and position {int(position.max())}, '
-                         f'but there are {shape[0]} rows of {shape[1]} tokens')
-    return row, position, there
-
-def head_values(
-    hidden,  # (R, T, d) last hidden states
-    states,  # (N, S, 2) long, row and position of each state, -1: none
-    head,    # module, (n, d) → (n,)
-):
-    """Read a head at given states (CARL section 3.3): (N, S), NaN where there is none. Raises ValueError outside the
-    rows."""
-    row, position, there = _where(states, hidden.shape)
-    values = head(hidden[row, position])
-    return values.new_full(there.shape, torch.nan).masked_scatter(there, values)
-
 # %% ../nbs/4_learning/51_critics.ipynb #c041
 def at_states(
     values,  # (R, T) value before each token, as token_values gives them
     states,  # (N, S, 2) long, row and position of each state, -1: none
 ):
-    "Pick the values before the tokens that follow given states: (N, S), NaN where there is none."
-    row, position, there = _where(states, (values.shape[0], values.shape[1] - 1))
+    """Pick the values before the tokens that follow given states: (N, S), NaN where there is none. Raises ValueError
+    outside the rows."""
+    there = (states >= 0).all(-1)
+    row, position = states[there].unbind(-1)
+    if len(row) and (row.max() >= values.shape[0] or position.max() >= values.shape[1] - 1):
+        raise ValueError(f'states point to row {int(row.max())} and position {int(position.max())}, '
+                         f'but there are {values.shape[0]} rows of {values.shape[1] - 1} tokens that another follows')
     return values.new_full(there.shape, torch.nan).masked_scatter(there, values[row, position + 1])
 
 # %% ../nbs/4_learning/51_critics.ipynb #c048

@@ -312,11 +312,6 @@ class _Mixture:
     evaluate: tuple
     source: str      # where the paper says so
 
-    @property
-    def held_out(self):
-        "Sets that are reported and not trained on."
-        return tuple(n for n in self.evaluate if n not in self.train)
-
 _SEVEN = ('nq', 'triviaqa', 'popqa', 'hotpotqa', '2wikimultihopqa', 'musique', 'bamboogle')
 _CARL = ('gsm8k', 'hotpotqa', '2wikimultihopqa', 'finqa', 'musique')
 MIXTURES = {

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['SPARE_COLOURS', 'ERRORS', 'method_colours', 'method_colour', 'training_curves', 'before_after', 'asked_turns',
-           'competence_table', 'hop_table', 'assimilation', 'error_category', 'error_table', 'supporting_passages',
-           'search_in', 'retrieval_ablation', 'resilience', 'reliability_figure', 'critic_report', 'crossover']
+           'competence_table', 'hop_table', 'assimilation', 'error_category', 'error_table', 'resilience',
+           'reliability_figure', 'critic_report', 'crossover']
 
 # %% ../nbs/6_looking/70_diagnostics.ipynb #c003
 import math, random, re, zlib
@@ -21,9 +21,9 @@ from .methods import METHODS
 from .metrics import carl_match, normalize
 from .outcome import outcome_of, outcome_rewards
 from .protocol import read_context
-from .runlog import is_stored, metrics_by_step, read_metrics, read_params, read_summary, read_turns
+from .runlog import is_stored, metrics_by_step, read_metrics, read_params, read_summary
 from .significance import wilson
-from .tools import PythonTool, SearchTool, returned_texts
+from .tools import returned_texts
 from .trajectory import Result
 from .warmup import gold_shown, with_prompt
 
@@ -234,37 +234,6 @@ def before_after(folder):  # of a finished run
         rows[name] = {**row, **dict(zip(('base, 95 %', 'after, 95 %', 'gain, 95 %'), texts))}
     return pd.DataFrame.from_dict(rows, orient='index')
 
-# %% ../nbs/6_looking/70_diagnostics.ipynb #c035
-def _advantage_histogram(folder,      # of a run
-                        first=0,     # steps before this one are left out
-                        bins=31):
-    """Draw the advantages of the turns that a run kept, by whether the rollout was rewarded: matplotlib figure. Raises
-    where it kept none."""
-    import matplotlib.pyplot as plt, seaborn as sns
-    rows = [r for r in read_turns(folder) if r.get('kind') == 'train' and r.get('advantages') and r['step'] >= first]
-    turns = [(a, r['reward'] > 0) for r in rows for a in r['advantages'] if a is not None]
-    if not turns:
-        raise ValueError(f'{folder} kept no turns with advantages from step {first} on; lower `first`, or let the run '
-                         'log rollouts')
-    limit = max(abs(a) for a, _ in turns) or 1.0
-    values = [[a for a, right in turns if a and right == wanted] for wanted in (False, True)]
-    with sns.axes_style('ticks'):
-        fig, ax = plt.subplots(figsize=(6, 2.2), layout='constrained')
-        ax.hist(values, bins, range=(-limit, limit), stacked=True, color=['#de8f05', '#0173b2'],
-                label=['no reward', 'rewarded'])
-        ax.axvline(0, color='black', lw=0.6)
-        silent = sum(a == 0 for a, _ in turns) / len(turns)
-        ax.set(xlabel='advantage of a turn', ylabel='turns', title=f'{len(turns):,} turns; {silent:.0%} have '
-                                                                   'advantage 0 (not drawn)')
-        ax.legend(title='rollout', frameon=False, loc='upper left', bbox_to_anchor=(1, 1))
-        sns.despine(fig)
-    plt.close(fig)
-    return fig
-
-# %% ../nbs/6_looking/70_diagnostics.ipynb #c040
-_DEPARTURES = ('none', 'wrong name', 'wrong relation', 'bad call', 'answered early', 'went on', 'misread the last page',
-              'no answer')
-
 # %% ../nbs/6_looking/70_diagnostics.ipynb #c041
 def asked_turns(trajectory):
     """The turns in which a rollout called or answered, each with what it asked for: list of (Turn, text of its first
@@ -275,38 +244,6 @@ def asked_turns(trajectory):
         found = re.search(r'search\s*\(\s*(["\'])(.*?)\1', call['code'])
         return found[2].strip() if found else call['code']
     return [(turn, asked(turn.call)) for turn in trajectory.turns if turn.kind != 'assimilate']
-
-# %% ../nbs/6_looking/70_diagnostics.ipynb #c042
-def _first_departure(trajectory):  # of a tiny world's question
-    """Name the first thing that a rollout did otherwise than perfect play: one of DEPARTURES. A sum is played right
-    where its answer is right."""
-    chain, relations = trajectory.question.meta['chain'], trajectory.question.meta['relations']
-    steps = asked_turns(trajectory)
-    right = trajectory.answer in trajectory.question.answers
-    # a sum, or known by heart
-    if right and (not relations or trajectory.turns[0].kind == 'commit' and trajectory.question.meta['parametric']):
-        return 'none'
-    for (turn, asked), name, relation in zip(steps, chain, relations):
-        if turn.call is None:
-            return 'answered early' if turn is trajectory.turns[-1] and trajectory.answer is not None else 'bad call'
-        if asked != f'{name} {relation}': return 'wrong relation' if asked.startswith(f'{name} ') else 'wrong name'
-    if len(steps) <= len(relations): return 'no answer'
-    if not relations:
-        if trajectory.answer is None: return 'no answer'
-        return 'answered early' if len(steps) == 1 else 'misread the last page'
-    if steps[len(relations)][0].call is not None: return 'went on'
-    if trajectory.answer is None: return 'no answer'
-    return 'none' if trajectory.answer == chain[-1] else 'misread the last page'
-
-# %% ../nbs/6_looking/70_diagnostics.ipynb #c043
-def _departures(trajectories):  # of a tiny world's questions
-    """Share of rollouts by hops and first departure: a pandas DataFrame, a row for each number of hops, and their
-    count `n`."""
-    import pandas as pd
-    table = pd.DataFrame([(t.question.meta['hops'], _first_departure(t)) for t in trajectories],
-                         columns=['hops', 'departure'])
-    shares = pd.crosstab(table.hops, table.departure, normalize='index').reindex(columns=_DEPARTURES, fill_value=0.0)
-    return shares.assign(n=table.hops.value_counts()).rename_axis(columns=None)
 
 # %% ../nbs/6_looking/70_diagnostics.ipynb #c050
 def competence_table(
@@ -386,48 +323,6 @@ def error_table(trajectories, protocol, metric='em'):
     columns = {f'{int(h)} hops': table[table.hops == h].error.value_counts() for h in hops}
     columns['all'] = table.error.value_counts()
     return pd.DataFrame(columns, index=ERRORS).fillna(0).astype(int)
-
-# %% ../nbs/6_looking/70_diagnostics.ipynb #e006
-def supporting_passages(questions, passages):
-    """Passages whose title a question names among its supporting facts: list of Passage. Raises ValueError where there
-    are none."""
-    titles = {title for q in questions for title, _ in q.meta.get('supporting_facts', ())}
-    found = [p for p in passages if p.title in titles]
-    if not found: raise ValueError('no passage has the title of a supporting fact: is this the questions\' corpus?')
-    return found
-
-def search_in(env, retriever, k):
-    "The same `Environment` with another retriever and k passages a query, also inside its programs."
-    old = env.tool.search if isinstance(env.tool, PythonTool) else env.tool
-    if not isinstance(old, SearchTool):
-        raise TypeError(f'nothing is searched here, the tool is a {type(env.tool).__name__}: give an environment that '
-                        'searches')
-    new = SearchTool(retriever, k, old.max_tokens, old.count_tokens, old.seconds, old.render, old.empty,
-                     old.observation_tokens)
-    t = env.tool
-    if t is old: return replace(env, tool=new)
-    return replace(env, tool=PythonTool(new, t.seconds, t.memory_mb, t.output_chars, t.searches, t.workers, t.empty))
-
-def retrieval_ablation(
-    engine, env, questions,
-    retrievers,      # dict name → has search(queries, k)
-    ks=(3, 5, 7),    # passages a query
-    sampling=None,   # as for evaluate
-    metric='em',     # what counts as right, see outcome_of
-):
-    """Play the questions with each search: a pandas DataFrame, a row for each retriever and k, with the share right, of
-    those that saw a gold, and the tokens the agent wrote."""
-    import pandas as pd
-    rows = []
-    for name, retriever in retrievers.items():
-        for k in ks:
-            played = [g.trajectories[0] for g in evaluate(engine, search_in(env, retriever, k), questions, sampling)[1]]
-            saw = [first_occurrence(list(map(returned_texts, t.turns)), t.question.answers) is not None
-                   for t in played]
-            rows.append({'search': name, 'k': k, 'right': sum(outcome_of(t, metric) for t in played) / len(played),
-                         'saw a gold': sum(saw) / len(played),
-                         'tokens': sum(measure(t)['tokens'] for t in played) / len(played)})
-    return pd.DataFrame(rows).set_index(['search', 'k'])
 
 # %% ../nbs/6_looking/70_diagnostics.ipynb #c057
 _OUTPUTS = ('working', 'empty', 'irrelevant', 'garbage')

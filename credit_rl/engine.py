@@ -197,17 +197,6 @@ class _Row:
     def __init__(self, key):
         self.key, self.slot, self.read, self.held, self.have, self.busy, self.ids = key, None, 0, 0, 0, False, []
 
-def _leaders(rows):
-    "Of rows to be read (list of `_Row`) those that stand for all, and for each row the number of the one that does."
-    first, lead, of = {}, [], []
-    for r in rows:
-        same = ('new', *r.ids) if r.read == 0 else ('kept', r.key)
-        if same not in first:
-            first[same] = len(lead)
-            lead.append(r)
-        of.append(first[same])
-    return lead, of
-
 @torch.no_grad()
 def _logits(model, cache, tokens, positions, last=None, fresh=False):
     """Logits (n, V) after the `last` (n,) of `tokens` (n, q), None for q = 1, at `positions` (n, q), in the rows that
@@ -321,7 +310,13 @@ class _RowBatch:
 
     def read(self, rows):
         "Read the new ids of n rows (list of `_Row`) in one forward, equal new conversations once: logits (n, V)."
-        lead, of = _leaders(rows)
+        first, lead, of = {}, [], []
+        for r in rows:
+            same = ('new', *r.ids) if r.read == 0 else ('kept', r.key)
+            if same not in first:
+                first[same] = len(lead)
+                lead.append(r)
+            of.append(first[same])
         new = [torch.tensor(r.ids[r.read:], device=self.device) for r in lead]
         self.entered += sum(map(len, new))
         tokens, count = torch.nn.utils.rnn.pad_sequence(new, batch_first=True), torch.tensor([len(x) for x in new])

@@ -4,9 +4,8 @@
 
 # %% auto #0
 __all__ = ['KNOWN_SIZES', 'Sizes', 'read_sizes', 'TrainingPlan', 'memory', 'token_seconds', 'forward_flops', 'measure_tflops',
-           'Load', 'step_seconds', 'describe_hosts', 'ahead_seconds', 'describe_ahead', 'rollout_seconds',
-           'split_seconds', 'rows_work', 'sharing_gain', 'describe_sharing', 'describe', 'kept_lengths', 'likely_load',
-           'describe_likely']
+           'Load', 'step_seconds', 'ahead_seconds', 'describe_ahead', 'rows_work', 'sharing_gain', 'describe_sharing',
+           'describe', 'kept_lengths', 'likely_load', 'describe_likely']
 
 # %% ../nbs/machinery/04_estimate.ipynb #c002
 from dataclasses import dataclass, replace
@@ -329,19 +328,6 @@ def _sending_seconds(sizes, plan, load, links=_Links()):
     between = links.inside if plan.ranks <= plan.here else links.between
     return sum(_sent_bytes(sizes, plan, load).values()) / between + stored
 
-# %% ../nbs/machinery/04_estimate.ipynb #s4x4
-def describe_hosts(rows):  # of (name, sizes, plan, load, tflops), the plan of one host
-    "Say what steps take on one host and on four, in lines of a Markdown table."
-    parts = ('acting', 'reading', 'learning', 'updating', 'sending')
-    lines = [f'| run | GPUs | GB a rank | {", s | ".join(parts)}, s | step, s |', '|' + '---|' * (4 + len(parts))]
-    for name, sizes, plan, load, tflops in rows:
-        for ranks in (plan.ranks, 4 * plan.ranks):
-            wider = replace(plan, ranks=ranks, here=plan.ranks, acting=plan.acting * plan.ranks // ranks)
-            took = step_seconds(sizes, wider, load, tflops)
-            cells = [f'{memory(sizes, wider)["rank"] / 1e9:.0f}', *(f'{took[part]:,.1f}' for part in parts)]
-            lines.append(f'| {name} | {ranks} | {" | ".join(cells)} | {sum(took.values()):,.1f} |')
-    return lines
-
 # %% ../nbs/machinery/04_estimate.ipynb #ah042
 def _both_seconds(
     acting,     # seconds of playing a step's rollouts, alone
@@ -374,34 +360,6 @@ def describe_ahead(seconds):  # dict as step_seconds gives it
     return (f'ahead: a step takes {ahead:.3g} s in place of {apart:.3g}, if engine and learner have devices of their '
             f'own, as many each as the run has ranks; on the same devices less is gained. The engine plays '
             f'{seconds["acting"]:.3g} s of a step, the learner works {learning:.3g}')
-
-# %% ../nbs/machinery/04_estimate.ipynb #ah046
-def rollout_seconds(
-    lengths,     # list of tokens that the model writes in each trajectory of a step
-    rate,        # tokens a second of one engine that is full
-    engines=1,   # that share the trajectories
-    latency=0.,  # seconds of a token of a trajectory that is alone
-    pauses=0.,   # seconds that a trajectory waits for its tools
-):
-    """Estimate the seconds of a step's rollouts: until the work is done, and not before the longest trajectory is. That
-    one goes on alone at the end, which is taken to be free before."""
-    work = sum(lengths) / (rate * engines)
-    return max(work, max(lengths) * latency + pauses)
-
-def split_seconds(
-    steps,         # list of steps, each a list of tokens that the model writes in its trajectories
-    engine,        # dict of rate, latency and pauses, see rollout_seconds
-    learning,      # seconds of scoring and learning on one GPU
-    gpus=8,
-    transfer=0.,   # seconds of handing weights over
-):
-    """Estimate the mean seconds of a step where some GPUs act and the others learn: dict of how many act -> (in step,
-    one step off). Under 0, all of them act and then all learn, which is in step alone: both are that."""
-    found = {}
-    for acts in range(gpus):
-        acting = [rollout_seconds(lengths, engines=acts or gpus, **engine) for lengths in steps]
-        found[acts] = ahead_seconds(acting, [learning / (gpus - acts)], transfer)
-    return {**found, 0: found[0][:1] * 2}
 
 # %% ../nbs/machinery/04_estimate.ipynb #p0411
 def _row_spans(prompt, response, segments=1):

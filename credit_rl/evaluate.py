@@ -29,7 +29,7 @@ from .models import (Policy, json_hash, load_model, load_tokenizer, local_folder
 from .options import SettingsGroup, nearest, setting
 from .parameters import by_group, error_line, from_settings, make_parser, read_settings
 from .prompting import BASELINES
-from .protocol import PROTOCOLS, prompt_hash, reword
+from .protocol import prompt_hash, reword
 from .rollout import check_prompts, rollout
 from .runlog import (METRICS, Hold, RunFolder, RunLog, atomic_folder, atomic_write, code_hashes, read_json,
                               read_turns, read_text, write_json)
@@ -179,7 +179,7 @@ def check_evaluation(settings):  # Evaluation
     if s.gaps and (s.engine != 'hf' or not s.greedy):
         raise ValueError("gaps are read from the model's logits where the best token is taken: they need engine='hf' "
                          f'and greedy=True, got {s.engine!r} and {s.greedy}')
-    reword(_protocol(s.protocol, s.baseline), **s.words)
+    reword(BASELINES[s.baseline].protocol if s.baseline else asked_protocol(s.protocol), **s.words)
     s.sampling                                                             # refuses a temperature that is none
     if s.vllm and s.engine != 'vllm':
         raise ValueError(f"vllm holds settings of engine='vllm', but engine is {s.engine!r}")
@@ -196,8 +196,6 @@ def _check_baseline(baseline, protocol):
     if baseline not in BASELINES: raise ValueError(f'there is no baseline {baseline!r}{nearest(baseline, BASELINES)}')
     if protocol is not None:
         raise ValueError(f'baseline {baseline!r} brings its own protocol: leave protocol={protocol!r} out')
-
-def _protocol(name, baseline=None): return BASELINES[baseline].protocol if baseline else asked_protocol(name)
 
 # %% ../nbs/3_acting/27_evaluate.ipynb #fl271
 def question_key(question):
@@ -368,11 +366,6 @@ class _LazyModel:
         return self._engine
 
 # %% ../nbs/3_acting/27_evaluate.ipynb #c057
-def _environment(s, search, player):
-    "Make the environment by the settings."
-    env = make_environment(player.tokenizer, search, s, player.vocabulary, s.baseline)
-    return dataclasses.replace(env, max_tokens=player.limit, reward=s.own_reward())
-
 def _refuse_long(plan_name, questions, env):
     "Refuse questions that leave no room for an answer, or whose prompt is longer than it may be."
     sizes = [len(ids) for ids in env.chat.prompt_ids([q.text for q in questions])]
@@ -435,7 +428,8 @@ def _plan_evaluation(
     cannot be played."""
     s, opened = settings, {} if opened is None else opened
     (questions, rows), (search, corpus, retriever) = open_set(s, name, opened)
-    env = _environment(s, search, player)
+    env = make_environment(player.tokenizer, search, s, player.vocabulary, s.baseline)
+    env = dataclasses.replace(env, max_tokens=player.limit, reward=s.own_reward())
     _refuse_long(name, questions, env)
     bench = get_benchmark(name)
     manifest = {

@@ -57,20 +57,17 @@ def export_run(
         raise FileExistsError(f'{folder} is not empty; choose another folder')
     with writing(folder):
         model, tokenizer, step = read_policy(run, checkpoint)
-        _write_model(folder, run, model, tokenizer, step)
+        # write a policy and where it comes from, as a whole
+        about = read_params(run)
+        how, data = make_config(about), about['data']
+        chat = Chat(reword(asked_protocol(how.protocol, data), **how.words), tokenizer,
+                    *((None, {}) if data == 'tiny' else (read_template(how.template), how.template_options)))
+        with atomic_folder(folder) as part:
+            origin = {'run': run.name, 'step': step, **{k: about[k] for k in ('method', 'model', 'seed', 'lora')}}
+            if (run/'dev.json').exists(): origin['dev'] = read_json(run/'dev.json')
+            write_model(part, model, tokenizer, chat, {**origin, 'play': playing(how, chat, part)})
+            if (run/'train.json').exists(): shutil.copy(run/'train.json', part)
     return folder
-
-def _write_model(folder, run, model, tokenizer, step):
-    "Write a policy and where it comes from, as a whole."
-    about = read_params(run)
-    how, data = make_config(about), about['data']
-    chat = Chat(reword(asked_protocol(how.protocol, data), **how.words), tokenizer,
-                *((None, {}) if data == 'tiny' else (read_template(how.template), how.template_options)))
-    with atomic_folder(folder) as part:
-        origin = {'run': run.name, 'step': step, **{k: about[k] for k in ('method', 'model', 'seed', 'lora')}}
-        if (run/'dev.json').exists(): origin['dev'] = read_json(run/'dev.json')
-        write_model(part, model, tokenizer, chat, {**origin, 'play': playing(how, chat, part)})
-        if (run/'train.json').exists(): shutil.copy(run/'train.json', part)
 
 # %% ../nbs/machinery/66_export.ipynb #c013
 def main(arguments=None):  # list of str; None: the command line's

@@ -102,14 +102,6 @@ def with_outcome(
 # %% ../nbs/1_rules/33_information_gain.ipynb #c021
 NORMS = ('joint', 'separate', 'per-turn', 'pooled')
 
-# %% ../nbs/1_rules/33_information_gain.ipynb #c022
-def _cells(index, is_last, norm):
-    "Cell that each turn reward is compared within: (N, K) long."
-    k, width = torch.arange(is_last.shape[1], device=is_last.device), is_last.shape[1] + 1
-    kind = {'joint': torch.zeros_like(is_last, dtype=torch.long),
-            'per-turn': torch.where(is_last, width - 1, k)}.get(norm, is_last.long())
-    return index[:, None] * width + kind
-
 # %% ../nbs/1_rules/33_information_gain.ipynb #c023
 def _released_norm(x, cell, valid, ddof, eps, scale, least):
     "Z-score with the released code's deviation sqrt(variance + 1e-8)."
@@ -163,7 +155,11 @@ def igpo_advantages(
     is_last = torch.arange(rewards.shape[1], device=rewards.device) == last
     counted = valid if parts == 'both' else valid & (is_last if parts == 'outcome' else ~is_last)
     if variant == 'released': counted = counted & (is_last | (rewards != 0))
-    flat = [v.flatten() for v in (rewards, _cells(index, is_last, norm), counted)]
+    # the cell that each turn reward is compared within: (N, K)
+    k, width = torch.arange(is_last.shape[1], device=is_last.device), is_last.shape[1] + 1
+    kind = {'joint': torch.zeros_like(is_last, dtype=torch.long),
+            'per-turn': torch.where(is_last, width - 1, k)}.get(norm, is_last.long())
+    flat = [v.flatten() for v in (rewards, index[:, None] * width + kind, counted)]
     x = (_released_norm if variant == 'released' else standardize)(*flat, ddof, eps, True, least).view(rewards.shape)
     y = _melt(x, gamma) if variant == 'released' else discounted_sum(x, turn_mask, gamma)
     return cast_like(y, rewards)                                          # x is 0 where nothing counts, and so is y

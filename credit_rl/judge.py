@@ -42,13 +42,6 @@ class Replies:
         if self._new and self._journal: self._journal.append(self._new)
         self._new = []
 
-def _openai():
-    "The package of the client. Raises ImportError with the extra that brings it."
-    try: import openai
-    except ImportError:
-        raise ImportError("a judge is asked through the openai package: pip install 'credit_rl[judge]'") from None
-    return openai
-
 def _key(asked):
     "What replies are kept by: the model, its options, the words."
     return hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:32]
@@ -72,7 +65,10 @@ class Judge:
         if retries < 0 or timeout <= 0 or concurrency < 1 or deadline <= 0:
             raise ValueError('a judge needs retries >= 0, timeout > 0, concurrency >= 1 and deadline > 0, '
                              f'got {retries}, {timeout}, {concurrency} and {deadline}')
-        self._api = _openai()
+        try: import openai
+        except ImportError:
+            raise ImportError("a judge is asked through the openai package: pip install 'credit_rl[judge]'") from None
+        self._api = openai
         self.base_url, self.model, self.concurrency, self.deadline = base_url, model, concurrency, deadline
         self.options = {'temperature': 0.0, 'max_tokens': 2048} if options is None else options
         self.counts = dict.fromkeys(('calls', 'retries', 'failures', 'unparsable', 'empty', 'cut'), 0)  # since then

@@ -59,14 +59,6 @@ def sequence_log_ratio(
     return (total / count.clamp(min=1))[:, None]
 
 # %% ../nbs/4_learning/50_losses.ipynb #c013
-def _ratio(logp, old_logp, trained, kind, row_trajectory):
-    "Importance ratio of each token, (R, T), with the gradient that `kind` asks for."
-    log_ratio = (logp - old_logp).clamp(-20, 20)                  # e^20: beyond it only overflow is lost
-    if kind in ('gspo', 'gspo-token'):
-        whole = sequence_log_ratio(log_ratio, trained, row_trajectory)
-        log_ratio = whole.expand_as(logp) if kind == 'gspo' else whole.detach() + log_ratio - log_ratio.detach()
-    return log_ratio.exp()
-
 def _dual_clip(gain, cut, ratio, a, dual_clip):
     "Bound the gain of negative advantages from below by dual_clip · A (Ye et al. 2020): gain and the tokens cut off."
     low = a < 0
@@ -108,7 +100,12 @@ def policy_terms(
     a = torch.where(trained, advantages.detach().to(logp.dtype), 0.0)
     if not a.isfinite().all():
         raise ValueError('advantages of trained tokens must be finite; a missing trajectory gets advantage 0, not NaN')
-    ratio = _ratio(logp, old_logp, trained, kind, row_trajectory)
+    # importance ratio of each token, (R, T), with the gradient that `kind` asks for
+    log_ratio = (logp - old_logp).clamp(-20, 20)                  # e^20: beyond it only overflow is lost
+    if kind in ('gspo', 'gspo-token'):
+        whole = sequence_log_ratio(log_ratio, trained, row_trajectory)
+        log_ratio = whole.expand_as(logp) if kind == 'gspo' else whole.detach() + log_ratio - log_ratio.detach()
+    ratio = log_ratio.exp()
     clipped = ratio.clamp(1 - clip_low, 1 + clip_high)
     if kind in ('cispo', 'reinforce'):
         gain, cut = clipped.detach() * a * logp, ratio != clipped

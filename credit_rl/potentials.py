@@ -259,10 +259,6 @@ from .options import Option
 from .parts import Golds, Keeps, Needs, Reward, Row, not_summed
 from .scoring import GOLDS_OPTION, SCHEMA_OPTION, read_schema
 
-def _phi(seen, o):
-    "Potential of every state: (N, K+1)."
-    return answer_potential(seen.teacher_logp, (seen.teacher_tokens > 0).any(1, keepdim=True), o['reduce'])
-
 def _controller(o):
     "State of a fresh controller of α for a band, or of a pilot; None without one."
     if o['alpha'] == 'pilot': return asdict(AlphaPilot())
@@ -294,7 +290,7 @@ def _shaping_part(name, equation, paper, pays, more, ends=lambda o: False, **abo
     "A reward by a teacher's Φ, which `pays` (Φ, turn mask, options): α, its band and the logarithm are common to all."
     def model(layout, seen, o):
         "The reward of every turn (N, K), and Φ."
-        phi = _phi(seen, o)
+        phi = answer_potential(seen.teacher_logp, (seen.teacher_tokens > 0).any(1, keepdim=True), o['reduce'])
         return pays(phi, layout.turn_mask, o), {'potential': phi}
     sizes = lambda rewards, layout, o: _sizes(rewards[name], layout.turn_mask, o['refund'])
     options = {'alpha': Option(0.1, 'reward per nat of Φ; pilot: 0.1 for five steps, then fixed by their mean |ΔΦ|',

@@ -16,7 +16,7 @@ from .dry_run import is_large, no_gpu, rank_tflops
 from .engine import seed_of
 from .estimate import Load, describe, memory, read_sizes, step_seconds
 from .environment import as_played, open_search
-from .launch import LaunchError, Ranks, is_rank, on_ranks, set_torch, speak
+from .launch import LaunchError, is_rank, on_ranks, set_torch, speak
 from .layout import pack
 from .learner import BadStep, FrozenModels, only_data
 from .losses import kl

@@ -555,12 +555,6 @@ def _rewriting(
     return ''
 
 # %% ../nbs/2_environment/14_protocol.ipynb #c042
-def _read_samples(tokenizer, end_id, samples, reasons):
-    "As `Chat.read`."
-    ended = [bool(ids) and ids[-1] == end_id for ids in samples]
-    own = [list(ids[:-1] if end or why == 'eos' else ids) for ids, end, why in zip(samples, ended, reasons)]
-    return tokenizer.batch_decode(own), ended
-
 def _until_stop(protocol, text):
     """A text up to the end of the first stop string, or of the first program, in it: what the same token brought after
     it is not looked at."""
@@ -642,7 +636,9 @@ class Chat:
     def read(self, samples, reasons):
         """Texts of turns from their ids, each without the token that ended it, and whether that was the template's
         end-of-turn token: two lists."""
-        return _read_samples(self.tokenizer, self.end_id, samples, reasons)
+        ended = [bool(ids) and ids[-1] == self.end_id for ids in samples]
+        own = [list(ids[:-1] if end or why == 'eos' else ids) for ids, end, why in zip(samples, ended, reasons)]
+        return self.tokenizer.batch_decode(own), ended
 
     def parse(self, text, why='stop'):
         "Read one turn's text as an `Action`; `why` is the reason for which it was stopped."

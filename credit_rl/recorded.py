@@ -77,12 +77,6 @@ class Recording:
         if self.settings is None: return None
         return reword(asked_protocol(self.settings.protocol, self.settings.data), **self.settings.words)
 
-def _newest(rows, most, size):
-    "The attempts that hold the last `most` rollouts, whole, and how many rollouts stand before them."
-    found = attempts_of(rows[-(most + (size or 0)):] if most else rows, size)
-    while most and len(found) > 1 and sum(len(a.rows) for a in found) > most: found = found[1:]
-    return found, len(rows) - sum(len(a.rows) for a in found)
-
 def _settings(params):
     "Settings of a run, and why there are none: (Config or None, list of str)."
     if 'method' not in params: return None, []
@@ -103,7 +97,11 @@ def read_recording(
                                 'log_rollouts of a training and every evaluation do')
     params = read_params(folder) if (folder/'params.yaml').exists() else {}
     rows = [row for place in places for row in read_turns(place)]
-    attempts, left_out = _newest(rows, most, params.get('group_size'))
+    # the attempts that hold the last `most` rollouts, whole, and how many rollouts stand before them
+    size = params.get('group_size')
+    found = attempts_of(rows[-(most + (size or 0)):] if most else rows, size)
+    while most and len(found) > 1 and sum(len(a.rows) for a in found) > most: found = found[1:]
+    attempts, left_out = found, len(rows) - sum(len(a.rows) for a in found)
     return Recording(folder, params, attempts, left_out, *_settings(params))
 
 # %% ../nbs/6_looking/69_recorded.ipynb #c014

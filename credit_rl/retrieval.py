@@ -157,15 +157,6 @@ def _check_settings(k1, b, variant):
     if variant not in _IDF: raise ValueError(f'unknown variant {variant!r}; choose from {", ".join(_IDF)}')
     if not (k1 >= 0 and 0 <= b <= 1): raise ValueError(f'k1 must be >= 0 and b in [0, 1], got k1={k1}, b={b}')
 
-def _encode(passages, bigrams, progress):
-    "Word ids of every passage and the vocabulary {word: id}, in order of first appearance."
-    from tqdm.auto import tqdm
-    vocabulary, ids = {}, []
-    for p in tqdm(passages, desc='words', disable=not progress):
-        ids.append(array('i', [vocabulary.setdefault(w, len(vocabulary)) for w in words(document(p), bigrams)]))
-    if not vocabulary: raise ValueError(f'none of the {len(ids)} passages has a word in it')
-    return ids, vocabulary
-
 # %% ../nbs/2_environment/12_retrieval.ipynb #c030
 def _spread(data, rows, start, passages):
     "Scores by word as a table (words, passages); None where it would take more than 16 MB."
@@ -204,7 +195,12 @@ class BM25:
         progress = len(passages) >= 20_000 if progress is None else progress
         index = bm25s.BM25(k1=k1, b=b, method=variant)
         bigrams = takes_bigrams(passages) if bigrams is None else bigrams
-        index.index(_encode(passages, bigrams, progress), create_empty_token=False, show_progress=progress)
+        from tqdm.auto import tqdm
+        vocabulary, ids = {}, []
+        for p in tqdm(passages, desc='words', disable=not progress):
+            ids.append(array('i', [vocabulary.setdefault(w, len(vocabulary)) for w in words(document(p), bigrams)]))
+        if not vocabulary: raise ValueError(f'none of the {len(ids)} passages has a word in it')
+        index.index((ids, vocabulary), create_empty_token=False, show_progress=progress)
         self._set(index, passages, bigrams)
 
     def _set(self, index, passages, bigrams, corpus=None):   # a bm25s index, its passages, their hash if it is known
@@ -251,7 +247,16 @@ class BM25:
     def load(cls, folder, passages=None):
         """Open what `save` wrote, memory-mapped; with `passages`, or their `corpus_hash`, an index of another corpus
         is refused."""
-        return _load_index(cls, folder, passages)
+        # open a `BM25` that `_save_index` wrote, memory-mapped
+        bm25s = _import_bm25s()
+        about = read_index(folder, 'bm25', passages)
+        index, stored = bm25s.BM25.load(folder, mmap=True), PassageFile(folder)
+        if not len(stored) == index.scores['num_docs'] == about['passages']:
+            raise ValueError(f'{folder} is damaged: {len(stored)} passages, scores for {index.scores["num_docs"]}; '
+                             'build the index again')
+        retriever = cls.__new__(cls)
+        retriever._set(index, stored, about.get('bigrams', False), about['corpus'])
+        return retriever
 
 # %% ../nbs/2_environment/12_retrieval.ipynb #c039
 class RankBM25:
@@ -384,19 +389,6 @@ def read_index(folder, kind=None, passages=None):
                          f'{about["corpus"]}, wanted {wanted}; build the index again')
     return about
 
-def _load_index(cls, folder, passages=None):
-    """Open a `BM25` that `_save_index` wrote, memory-mapped. Raises on a folder that is none, is damaged, or is of
-    other passages."""
-    bm25s = _import_bm25s()
-    about = read_index(folder, 'bm25', passages)
-    index, stored = bm25s.BM25.load(folder, mmap=True), PassageFile(folder)
-    if not len(stored) == index.scores['num_docs'] == about['passages']:
-        raise ValueError(f'{folder} is damaged: {len(stored)} passages, scores for {index.scores["num_docs"]}; '
-                         'build the index again')
-    retriever = cls.__new__(cls)
-    retriever._set(index, stored, about.get('bigrams', False), about['corpus'])
-    return retriever
-
 # %% ../nbs/2_environment/12_retrieval.ipynb #c069
 def _save_shard(ids, lengths, first, folder):
     """Write how often each word stands in each passage of a shard, sorted by word: `ids` (int32) are the word ids of
@@ -458,22 +450,6 @@ def _count(passages, file, work, shard, bigrams):
     if ids: close()
     return [at for at, _ in shards], vocabulary, totals, np.array(lengths, np.int32)
 
-# %% ../nbs/2_environment/12_retrieval.ipynb #c075
-def _merge(shards, totals, lengths, folder, k1, b, variant, most):
-    "Pass 2 of `build_index`: the arrays of the index, in the files that bm25s reads, `most` pairs at a time."
-    mean, n = np.mean(lengths), int(totals.sum())
-    idf = np.array([_IDF[variant](int(x), len(lengths)) for x in totals], np.float32)
-    np.save(folder / 'indptr.csc.index.npy', np.concatenate([[0], np.cumsum(totals)]))
-    with open(folder / 'data.csc.index.npy', 'wb') as data, open(folder / 'indices.csc.index.npy', 'wb') as rows:
-        for f, kind in ((data, '<f4'), (rows, '<i4')):
-            np.lib.format.write_array_header_1_0(f, {'descr': kind, 'fortran_order': False, 'shape': (n,)})
-        for first, last in _blocks(totals, most):
-            word, row, times = map(np.concatenate, zip(*(_shard_block(s, first, last) for s in shards)))
-            order = np.argsort(word, kind='stable')
-            word, row, times = word[order], row[order], times[order]
-            data.write(_scores(times, lengths[row], mean, idf[word], k1, b, variant).tobytes())
-            rows.write(row.tobytes())
-
 # %% ../nbs/2_environment/12_retrieval.ipynb #c076
 def build_index(
     passages,          # iterable of Passage, read once, one at a time
@@ -500,7 +476,19 @@ def build_index(
         if not vocabulary: raise ValueError(f'none of the {len(lengths)} passages has a word in it')
         if (again := file.repeated()) is not None:
             raise ValueError(f'the id {PassageFile(new)[again].id!r} of passage {again + 1} stands twice')
-        _merge(shards, totals, lengths, new, k1, b, variant, most)
+        # pass 2: the arrays of the index, in the files that bm25s reads, `most` pairs at a time
+        mean, n = np.mean(lengths), int(totals.sum())
+        idf = np.array([_IDF[variant](int(x), len(lengths)) for x in totals], np.float32)
+        np.save(new / 'indptr.csc.index.npy', np.concatenate([[0], np.cumsum(totals)]))
+        with open(new / 'data.csc.index.npy', 'wb') as data, open(new / 'indices.csc.index.npy', 'wb') as rows:
+            for f, kind in ((data, '<f4'), (rows, '<i4')):
+                np.lib.format.write_array_header_1_0(f, {'descr': kind, 'fortran_order': False, 'shape': (n,)})
+            for first, last in _blocks(totals, most):
+                word, row, times = map(np.concatenate, zip(*(_shard_block(s, first, last) for s in shards)))
+                order = np.argsort(word, kind='stable')
+                word, row, times = word[order], row[order], times[order]
+                data.write(_scores(times, lengths[row], mean, idf[word], k1, b, variant).tobytes())
+                rows.write(row.tobytes())
         (new / 'vocab.index.json').write_text(json.dumps(vocabulary))
         made = bm25s.BM25(k1=k1, b=b, method=variant)
         params = ('k1', 'b', 'delta', 'method', 'idf_method', 'dtype', 'int_dtype', 'backend')

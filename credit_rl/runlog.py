@@ -891,14 +891,6 @@ def _check_sizes(folder, step):
                              f'Restore it; or remove {place}, and resume=True goes on from the checkpoint before; or '
                              f'remove {place/_SIZES} to go on without what is gone')
 
-def _drop_later(folder, step):
-    "Delete checkpoints of later steps, the names that pointed to them, and the summary of a run that went on."
-    for at, path in _checkpoints(folder).items():
-        if at > step: _remove(path)
-    for link in (Path(folder)/'checkpoints').glob('*'):
-        if link.is_symlink() and not link.exists(): link.unlink()
-    if step < math.inf: (Path(folder)/'summary.json').unlink(missing_ok=True)
-
 def _tidy(folder):
     "Finish or clear away what a killed writer left in a folder of checkpoints."
     for path in sorted(folder.glob('.*')):
@@ -1105,7 +1097,12 @@ class RunLog(Hold):
         _check_sizes(self.folder, step)              # raises ValueError where what the checkpoint saw is gone
         last = {name: journal.cut(step) for name, journal in self._journals.items()}
         self._last = {name: row.get('step', -1) for name, row in last.items()}
-        _drop_later(self.folder, step)
+        # delete checkpoints of later steps, the names that pointed to them, and the summary of a run that went on
+        for at, path in _checkpoints(self.folder).items():
+            if at > step: _remove(path)
+        for link in (Path(self.folder)/'checkpoints').glob('*'):
+            if link.is_symlink() and not link.exists(): link.unlink()
+        if step < math.inf: (Path(self.folder)/'summary.json').unlink(missing_ok=True)
         self._clock = _Clock(last['metrics.jsonl'].get('seconds', 0.0))
         self._trackers.close()
 

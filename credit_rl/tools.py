@@ -172,7 +172,12 @@ class SearchTool:
     def call(self, calls):
         """Answer C calls, each a list of queries, by one search: list of C (`Observation`, `Result`), an error
         a text. Never raises for what is in them; ConnectionError where the retriever says that it is gone."""
-        return _search_calls(self, calls)
+        # malformed calls are answered at once, all others by one search
+        problems = [_find_fault(c) for c in calls]
+        good = [list(c) for c, problem in zip(calls, problems) if problem is None]
+        deadline = None if self.seconds is None else time.monotonic() + self.seconds
+        answers = iter(_answer(self, good, deadline) if good else ())
+        return [next(answers) if problem is None else (_error(problem), Result.MALFORMED) for problem in problems]
 
     def run(self, queries):
         "Observation text of one call; 'Error: …' on any failure."
@@ -214,15 +219,6 @@ def _answer(tool, calls, deadline):
     except Exception as e:
         if len(calls) == 1: return [(_error(f'{type(e).__name__}: {e}'), Result.ERROR)]
     return [_answer(tool, [c], deadline)[0] for c in calls]
-
-# %% ../nbs/2_environment/13_tools.ipynb #c023
-def _search_calls(tool, calls):
-    "Answer the calls of a `SearchTool`: malformed ones at once, all others by one search."
-    problems = [_find_fault(c) for c in calls]
-    good = [list(c) for c, problem in zip(calls, problems) if problem is None]
-    deadline = None if tool.seconds is None else time.monotonic() + tool.seconds
-    answers = iter(_answer(tool, good, deadline) if good else ())
-    return [next(answers) if problem is None else (_error(problem), Result.MALFORMED) for problem in problems]
 
 # %% ../nbs/2_environment/13_tools.ipynb #ob13c
 _DOCUMENT = re.compile(r'Doc \d+ ?\(Title: ?(?:"(.*?)(?:"\) ?|$)|(.*?)(?:\) |$))', re.M)

@@ -157,13 +157,6 @@ _EXAMPLE = {  # rollout: (thought, query, what came back) of each turn; an answe
         ('The festival is in Rabat.', None, 'Rabat')]}
 
 # %% ../nbs/1_rules/00_trajectory.ipynb #c019
-def _example_vocabulary():
-    "Number every word of the running example, sorted so that ids do not depend on order: dict word → id."
-    tags = [f'<{slash}{tag}>' for tag in ('think', 'tool_call', 'tool_response', 'answer') for slash in ('', '/')]
-    words = {'<user>', '<assistant>', *tags, *'In which city was the director of Casablanca born?'.split()}
-    words |= {w for turns in _EXAMPLE.values() for turn in turns for text in turn if text for w in text.split()}
-    return {w: i for i, w in enumerate(sorted(words))}
-
 def _example_turn(encode, think, query, text):
     "Make one turn of the running example from its texts; an answer turn has no query."
     tag = ('tool_call', query) if query else ('answer', text)
@@ -178,7 +171,11 @@ def _example_turn(encode, think, query, text):
 # %% ../nbs/1_rules/00_trajectory.ipynb #c021
 def example_group():
     "Make the running example: a right, a near-miss and a lost rollout of one question, a `Group` of G = 3, K = 4."
-    vocabulary = _example_vocabulary()
+    # number every word of the running example, sorted so that ids do not depend on order
+    tags = [f'<{slash}{tag}>' for tag in ('think', 'tool_call', 'tool_response', 'answer') for slash in ('', '/')]
+    words = {'<user>', '<assistant>', *tags, *'In which city was the director of Casablanca born?'.split()}
+    words |= {w for turns in _EXAMPLE.values() for turn in turns for text in turn if text for w in text.split()}
+    vocabulary = {w: i for i, w in enumerate(sorted(words))}
     encode = lambda text: [vocabulary[w] for w in text.split()]
     q = Question('casablanca', 'In which city was the director of Casablanca born?', ['Budapest'], 'example',
                  {'hops': 2})

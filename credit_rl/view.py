@@ -392,10 +392,12 @@ def _page_data(
     notes = list(recording.notes)
     if recording.left_out: notes.append(f'{recording.left_out:,} older rollouts are not on this page')
     first = _first(groups, {i: rows[i]['limit'] for i in chosen})
+    values = of('values')
+    known = [x for x in values if x is not None]
     return {'name': recording.folder.name, 'method': recording.params.get('method'), 'rules': rows, 'notes': notes,
             'chosen': chosen, 'first': first, 'groups': groups, 'tokens': why,
             'rollouts': recording.rollouts, 'surprisal': [_plain(x) for x in _scale(surprisal)],
-            'potential': [_plain(x) for x in _scale(of('potential'))], 'values': _reach(of('values'))}
+            'potential': [_plain(x) for x in _scale(of('potential'))], 'values': [min([0., *known]), max([1., *known])]}
 
 def _first(groups, rules):  # as the page has them; rules: dict index -> end of its scale
     """The group that is looked at first: the one on whose turns rules disagree most, each on its own scale; where none
@@ -410,11 +412,6 @@ def _first(groups, rules):  # as the page has them; rules: dict index -> end of 
         some = any(differ(r['credit'][j]) for r in rollouts for j in rules)
         return round(sum(apart) / max(1, len(apart)), 3), some, i if some else -i
     return max(range(len(groups)), key=telling, default=0)
-
-def _reach(values):
-    "From 0 to 1, or as far as values go: [low, high]."
-    known = [x for x in values if x is not None]
-    return [min([0., *known]), max([1., *known])]
 
 # %% ../nbs/6_looking/72_view.ipynb #v114
 _PAGE = re.sub(r'<!--.*?-->\n|(?<=>)\n(?=<)', '', _asset('view.html')).rstrip('\n')

@@ -184,23 +184,20 @@ class Competence:
             raise ValueError(f'there are {len(EASY)} easy and {len(HARD)} hard calculations, got easy={self.easy} and '
                              f'hard={self.hard}')
 
-def _famous(competence, types, facts, rng):
-    "Draw the famous facts: those asked for, a list of (name, relation), and all of their entities."
-    n, relations, chosen = competence.famous, competence.relations or RELATIONS, []
-    names = [name for name in types if (name, 'country') in facts or types[name] in ('film', 'person', 'company')]
-    for name in rng.sample(names, len(names)):
-        if len(chosen) < n: chosen += [(name, r) for r in RELATIONS if r in relations and (name, r) in facts]
-    if len(chosen) < n:
-        raise ValueError(f'the world has only {len(chosen)} facts to be famous, got famous={n}: raise size')
-    return chosen[:n], set(chosen)
-
 # %% ../nbs/2_environment/05_world.ipynb #c029
 def _add_competence(asked, known, types, facts, competence, place):
     """Add questions about famous entities and calculations, in a shuffled order; `place` is the world's split and
     seed. Returns all questions and all known facts. Raises ValueError."""
     split, seed = place
     rng = random.Random(f'{split}/{seed}/competence')  # a stream of its own: what was there before stays as it was
-    chosen, famous = _famous(competence, types, facts, rng)
+    # draw the famous facts
+    n, relations, chosen = competence.famous, competence.relations or RELATIONS, []
+    names = [name for name in types if (name, 'country') in facts or types[name] in ('film', 'person', 'company')]
+    for name in rng.sample(names, len(names)):
+        if len(chosen) < n: chosen += [(name, r) for r in RELATIONS if r in relations and (name, r) in facts]
+    if len(chosen) < n:
+        raise ValueError(f'the world has only {len(chosen)} facts to be famous, got famous={n}: raise size')
+    chosen, famous = chosen[:n], set(chosen)
     known, there = known | famous, {q.text for q in asked}
     new = [(_question_text(types[n], n, [r]), facts[n, r], {'hops': 1, 'relations': [r], 'chain': [n, facts[n, r]]})
            for n, r in chosen]

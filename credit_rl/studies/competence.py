@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['Agent', 'open_agent', 'examine_base', 'examine_agent', 'examine_run', 'examine_sets', 'examine_runs', 'asking_table',
-           'play_table', 'resilience_table', 'set_table', 'crossover_table', 'critics_table', 'gate_curves',
-           'asking_differences', 'asking_figure', 'dose_figure', 'asking_course', 'course_differences', 'course_figure',
-           'first_credit', 'opposite_signs', 'main']
+           'play_table', 'resilience_table', 'crossover_table', 'critics_table', 'gate_curves', 'asking_differences',
+           'asking_figure', 'dose_figure', 'asking_course', 'course_differences', 'course_figure', 'first_credit',
+           'opposite_signs', 'main']
 
 # %% ../../nbs/experiments/75_competence.ipynb #c002
 import contextlib, dataclasses, json, math, os, sys
@@ -237,13 +237,6 @@ def _early_credit(run, until=_EARLY):  # folder of a run
     return {'asks': mean(asks), 'answers at once': mean(answers), 'rollouts that ask': len(asks),
             'that answer': len(answers)}
 
-# %% ../../nbs/experiments/75_competence.ipynb #n304
-def _asked_of_base(c, base):
-    "All that an examination of a run's base, a folder or name, depends on."
-    metric = get_method(c.method).settings(c.options).get('metric')
-    return repr([base, metric, c.seed, c.temperature, c.act_rows, c.engine,
-                 *(getattr(c, f.name) for group in (Task, Acting) for f in fields(group) if f.name != 'model')])
-
 # %% ../../nbs/experiments/75_competence.ipynb #k7505
 def _needs(run, checkpoint='best'):
     """Whether a finished run is to be examined: it was not, or a checkpoint is there that was not, or less was asked.
@@ -269,7 +262,11 @@ def examine_run(
     if not ranks.once(lambda: _needs(run, checkpoint)): return read_summary(run)['competence']
     agent, step = open_agent(run, checkpoint, host, ranks)
     tell = lambda part: say(f'{run.name}: {part}')
-    asked = _asked_of_base(_config_of(run, host), agent.name)
+    # all that an examination of a run's base, a folder or name, depends on
+    c = _config_of(run, host)
+    metric = get_method(c.method).settings(c.options).get('metric')
+    asked = repr([agent.name, metric, c.seed, c.temperature, c.act_rows, c.engine,
+                  *(getattr(c, f.name) for group in (Task, Acting) for f in fields(group) if f.name != 'model')])
     try:
         if asked not in bases: bases[asked] = examine_base(agent, progress=tell)
         found = examine_agent(agent, progress=tell, base=bases[asked])
@@ -390,26 +387,6 @@ def resilience_table(folders):  # as in find_runs
         return {**broken, 'no tool, base': found['known_before'], 'no tool, all': alone(found),
                 'no tool, all, base': alone(found.get('base'))}
     return _means(folders, of)
-
-# %% ../../nbs/experiments/75_competence.ipynb #fl753
-def set_table(folders):  # as in find_runs
-    """What `examine_sets` found, a row for each method and set, means over seeds: a pandas DataFrame with the numbers
-    of `asking_table`, the share that is known, what the critic knows and what notes keep. Raises FileNotFoundError
-    where no run was examined on sets."""
-    import pandas as pd
-    rows, critic = [], {'AUC': 'auc', 'ECE': 'ece', 'explained variance': 'explained_variance'}
-    for _, label, _, summary in each_run(folders):
-        for name, found in ((summary or {}).get('competence_sets') or {}).items():
-            tiers, judge = found['tiers'], found['critic'] or {}
-            rows.append({'method': label, 'set': name, 'questions': sum(tiers.values()),
-                         'known': tiers['2'] / sum(tiers.values()),
-                         **{title: _measure(found['greedy'], *of) for title, of in _ASKED.items()},
-                         **{title: judge.get(key) for title, key in critic.items()},
-                         'note precision': found['notes'].get('precision')})
-    if not rows: raise FileNotFoundError(f'{folders}: no run was examined on sets: credit-rl competence RUN data=…')
-    by = ['method', 'set']
-    table = pd.DataFrame(rows).set_index(by).astype(float).groupby(by, sort=False)
-    return table.mean().assign(seeds=table.size())
 
 # %% ../../nbs/experiments/75_competence.ipynb #c021
 def crossover_table(

@@ -6,7 +6,7 @@
 __all__ = ['VERDICTS', 'judge_rows', 'long_rewards', 'pass_rates', 'JudgeChoice', 'run_longform', 'judged_table', 'main']
 
 # %% ../../nbs/papers/77_longform.ipynb #c002
-import json, math, re, sys
+import json, math, sys
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path

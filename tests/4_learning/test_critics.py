@@ -7,7 +7,7 @@ from torch.testing import assert_close
 
 from credit_rl.critics import (CompetenceHead, LinearHead, at_states, auc, brier, expected_calibration_error,
                                explained_variance, reliability, scale_gradient, segment_starts,
-                               head_values, token_values)
+                               token_values)
 from credit_rl.layout import loss_weights, pack
 from credit_rl.losses import value_loss
 from credit_rl.parts import first_tokens
@@ -200,12 +200,12 @@ def test_values_are_read_at_the_last_context_token(layout):
             assert all_values[r, t] == alone
     firsts = first_tokens(layout.token_turns)
     states = segment_starts(layout.token_turns, layout.row_trajectory, layout.turn_mask)
-    table = head_values(hidden, states, head)
+    table = at_states(all_values, states)
     assert firsts.sum() == layout.turn_mask.sum() and (table.isnan() == ~layout.turn_mask).all()
-    for values in (all_values, token_values(hidden, firsts, head)):
-        assert_close(at_states(values, states), table, equal_nan=True)
+    assert_close(at_states(token_values(hidden, firsts, head), states), table, equal_nan=True)
     for i, k in layout.turn_mask.nonzero().tolist():
         row, position = states[i, k].tolist()
+        assert table[i, k] == head(hidden[row, position])
         assert layout.row_trajectory[row] == i and layout.token_turns[row, position + 1] == k
         assert layout.token_turns[row, position] != k
 
@@ -227,8 +227,7 @@ def test_gradients_reach_head_and_backbone():
     turns = torch.tensor([[-1, 0, 0, -1], [-1, -1, 0, 0]])
     head = CompetenceHead(8)
     torch.nn.init.ones_(head.out.weight)
-    states = segment_starts(turns, torch.tensor([0, 1]), torch.ones(2, 1, dtype=torch.bool))
-    head_values(hidden, states, head).nansum().backward()
+    token_values(hidden, first_tokens(turns), head).sum().backward()
     reached = hidden.grad.abs().sum(-1) > 0
     assert reached.tolist() == [[True, False, False, False], [False, True, False, False]]
     hidden.grad = None
@@ -238,8 +237,7 @@ def test_gradients_reach_head_and_backbone():
 
 def test_no_state_at_all():
     head, none = LinearHead(8), torch.full((2, 3, 2), -1)
-    assert head_values(torch.randn(1, 4, 8), none, head).isnan().all() and at_states(torch.randn(1, 4),
-                                                                                      none).isnan().all()
+    assert at_states(torch.randn(1, 4), none).isnan().all()
     assert not token_values(torch.randn(2, 4, 8), torch.zeros(2, 4, dtype=torch.bool), head).any()
 
 
@@ -256,6 +254,5 @@ def test_refusals_of_positions():
     with pytest.raises(ValueError, match='prompt'): token_values(hidden, bare >= 0, first)
     with pytest.raises(ValueError, match='bool'): token_values(hidden, turns, first)
     with pytest.raises(ValueError, match='bool'): token_values(hidden, (turns >= 0)[:1], first)
-    for states in ([[[2, 0]]], [[[0, 4]]]):
-        with pytest.raises(ValueError, match='rows'): head_values(hidden, torch.tensor(states), first)
-    with pytest.raises(ValueError, match='tokens'): at_states(torch.zeros(2, 4), torch.tensor([[[0, 3]]]))  # the last
+    for states in ([[[2, 0]]], [[[0, 4]]], [[[0, 3]]]):                       # the last token has none after it
+        with pytest.raises(ValueError, match='rows'): at_states(torch.zeros(2, 4), torch.tensor(states))

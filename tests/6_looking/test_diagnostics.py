@@ -1,21 +1,10 @@
-"What went wrong, by rule, for every protocol; the same agent with another search."
-from dataclasses import replace
-
+"What went wrong, by rule, for every protocol."
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from credit_rl.diagnostics import (ERRORS, error_category, error_table, retrieval_ablation, search_in,
-                                   supporting_passages)
-from credit_rl.engine import ScriptedEngine
-from credit_rl.environment import NoSearch
-from credit_rl.protocol import PROTOCOLS, Chat
-from credit_rl.readers import Passage
-from credit_rl.retrieval import BM25
-from credit_rl.rollout import Environment
-from credit_rl.tiny import PERFECT, act, tiny_environment, tiny_tokenizer
-from credit_rl.tools import PythonTool, SearchTool
+from credit_rl.diagnostics import ERRORS, error_category, error_table
+from credit_rl.protocol import PROTOCOLS
 from credit_rl.trajectory import Question, Result, Stop, Trajectory, Turn
-from credit_rl.world import make_world
 
 CALL = {'name': 'search', 'queries': ['q']}
 
@@ -83,44 +72,3 @@ def test_the_table_counts_every_wrong_rollout_once(chosen):
     for h in (2, 3):
         if any(x == h for _, x in wrong): assert table[f'{h} hops'].sum() == sum(x == h for _, x in wrong)
         else: assert f'{h} hops' not in table
-
-
-def test_the_same_agent_with_other_searches():
-    """Perfect play finds its page among all pages and among the supporting ones; where only the second page of three is
-    its own, one passage a query is too few and three are enough."""
-    chat, world = Chat(PROTOCOLS['tiny'], tiny_tokenizer()), make_world('dev', questions=30, mirrors=0.)
-    env = tiny_environment(world, chat)
-    inner = env.tool.retriever
-    asked = []
-    class Late:
-        def search(self, queries, k):
-            asked.append(k)
-            return [(found[1:] + found[:1])[:k] if len(found) > 1 else found
-                    for found in inner.search(queries, 2)]
-    engine = ScriptedEngine(lambda text, rng: act(text, rng, PERFECT), chat.tokenizer)
-    table = retrieval_ablation(engine, env, world.questions, {'all': inner, 'late': Late()}, ks=(1, 2))
-    assert list(table.index) == [('all', 1), ('all', 2), ('late', 1), ('late', 2)]
-    assert table.right['all', 1] == table['saw a gold']['all', 1] == 1 and set(asked) == {1, 2}
-    assert table['saw a gold']['late', 1] < table['saw a gold']['late', 2] == 1
-    assert env.tool.retriever is inner                                       # the agent's own search stays what it was
-
-
-def test_oracle_passages_are_the_supporting_pages():
-    passages = [Passage('0', 'Orvane', 'a'), Passage('1', 'Kell', 'b'), Passage('2', 'Orvane', 'c')]
-    asked = [Question('q', '?', ('x',), '', {'supporting_facts': [['Orvane', 0], ['Tavistead', None]]})]
-    assert [p.id for p in supporting_passages(asked, passages)] == ['0', '2']
-    with pytest.raises(ValueError, match="questions'"): supporting_passages(asked, passages[1:2])
-
-
-def test_search_inside_programs_is_replaced_and_nothing_else():
-    chat = Chat(PROTOCOLS['carl-tiny'], tiny_tokenizer(numbers=True))
-    first, second = (BM25([Passage('0', t, t)]) for t in ('one', 'two'))
-    search = SearchTool(first, 3, 7, seconds=2, empty='none')
-    env = Environment(chat, PythonTool(search, seconds=1.5, output_chars=99))
-    other = search_in(env, second, 5)
-    assert (other.tool.seconds, other.tool.output_chars) == (1.5, 99) and env.tool.search is search
-    new = other.tool.search
-    assert (new.retriever, new.k, new.max_tokens, new.seconds, new.empty) == (second, 5, 7, 2, 'none')
-    direct = Environment(Chat(PROTOCOLS['tiny'], tiny_tokenizer()), NoSearch())
-    for without in (replace(env, tool=PythonTool()), direct):
-        with pytest.raises(TypeError, match='searched'): search_in(without, second, 5)

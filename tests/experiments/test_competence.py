@@ -13,7 +13,7 @@ import yaml
 
 from credit_rl import export
 from credit_rl.studies import competence
-from credit_rl.studies.competence import examine_run, examine_sets, main, open_agent, set_table
+from credit_rl.studies.competence import examine_run, examine_sets, main, open_agent
 from credit_rl.engine import HFEngine
 from credit_rl.launch import Ranks
 from credit_rl.models import load_model
@@ -134,7 +134,7 @@ def test_two_ranks_find_what_one_finds(run, plain):
 
 def test_a_run_is_asked_the_questions_of_other_sets_each_by_itself(run):
     """With the split and the number that are given, each searched among its own passages and scored by its own metric;
-    what was found before stays, and the table has a row for each set."""
+    what was found before stays."""
     rows = ROOT / 'data' / 'rows'
     asked = dict(data='hotpotqa', path=str(ROOT / 'data' / 'hotpotqa_sample.json'), questions=3)
     found = examine_sets(run, asked, lambda line: None, 'newest')
@@ -144,9 +144,6 @@ def test_a_run_is_asked_the_questions_of_other_sets_each_by_itself(run):
     kept = read_summary(run)
     assert list(kept['competence_sets']) == ['hotpotqa', 'gsm8k'] and 'competence' not in kept
     assert kept['competence_sets']['hotpotqa'] == json.loads(json.dumps(found['hotpotqa']))
-    table = set_table([run])
-    assert table.index.tolist() == [('carl', 'hotpotqa'), ('carl', 'gsm8k')] and table.questions.tolist() == [3, 2]
-    assert table.known.between(0, 1).all() and table.EM.between(0, 1).all()
 
 
 def test_other_questions_that_cannot_be_asked_are_refused(run):
@@ -155,4 +152,3 @@ def test_other_questions_that_cannot_be_asked_are_refused(run):
     with pytest.raises(ValueError, match='prompt'):
         examine_sets(run, {'data': 'hotpotqa', 'path': sample}, lambda line: None, 'newest', {'prompt_tokens': 3})
     with pytest.raises(ValueError, match='setting'): examine_sets(run, {}, host={'max_turn': 3})
-    with pytest.raises(FileNotFoundError, match='data='): set_table([run])

@@ -16,7 +16,7 @@ import pytest
 from credit_rl import watch as watching
 from credit_rl.runlog import RunLog
 from credit_rl.trajectory import example_group, to_json
-from credit_rl.watch import NewestRollouts, Status, follow, main, plot, read_status, screen, watch, watch_figure
+from credit_rl.watch import NewestRollouts, Status, follow, main, plot, read_status, screen, watch
 
 ROOT = Path(__file__).resolve().parents[2]
 SUMMARY = {'final_em': .5, 'base_em': .25, 'questions': 600, 'best_step': 3, 'seconds': 150, 'steps': 3}
@@ -239,44 +239,3 @@ def test_a_real_run_is_followed_from_before_its_start_to_its_end(tmp_path):
     finally:
         process.kill()
         process.wait(20)
-
-
-def test_a_notebook_s_figure_is_replaced_where_it_stands(tmp_path, monkeypatch):
-    "Three places are made once; the figure is drawn again only where there is something new."
-    places = []
-
-    class Place:
-        def __init__(self): self.shown = []
-        def update(self, x): self.shown.append(x)
-
-    def display(x, display_id):
-        places.append(Place())
-        return places[-1]
-
-    monkeypatch.setattr('IPython.display.display', display)
-    log, looks = begin(tmp_path / 'run', steps=2), []
-
-    def sleep(seconds):
-        looks.append(seconds)
-        if len(looks) == 2: log.metrics(1, reward=.5, answer_rate=1., em=.5)
-        if len(looks) == 4:
-            log.turns(2, rows(2))
-            log.summary(SUMMARY)
-
-    assert watch_figure(tmp_path / 'run', 7., sleep).phase == 'ended'
-    name, figure, rollout = places
-    assert looks == [7.] * 4 and len(name.shown) == 5 and len(figure.shown) == 2 and len(rollout.shown) == 1
-    assert 'Budapest' in rollout.shown[0].data
-
-
-def test_what_a_folder_says_becomes_no_part_of_the_notebook(tmp_path, monkeypatch):
-    "Its name, and the error that its files tell of, are text to the notebook: no HTML, no Markdown."
-    shown, attack = [], '<img src=x onerror=alert(1)>`</code>**b**'
-    class Place:
-        def update(self, x): shown.append(x.data)
-    monkeypatch.setattr('IPython.display.display', lambda x, display_id: Place())
-    log = begin(tmp_path / attack.replace('/', '-'), steps=2)
-    (log.folder / 'errors').mkdir()
-    (log.folder / 'errors' / 'rank-0.json').write_text(json.dumps({'time': time.time() + 60, 'error': attack}))
-    assert watch_figure(log.folder, 1., lambda seconds: None).phase == 'died'
-    assert shown[0].count('<') == 2 and shown[0].startswith('<code>&lt;img') and attack not in ''.join(shown)
