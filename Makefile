@@ -44,7 +44,7 @@ end   = @rm $(VENV)/.installing && touch $@
 failed = || { rm -f $(VENV)/.installing; exit 1; }   # pip has said why; what is there stays
 
 .DEFAULT_GOAL := help
-.PHONY: help demo compare carl real reports quick test test-long test-all test-vllm test-gpu faults long programs readme docs \
+.PHONY: help demo compare carl real reports quick test test-long test-all test-vllm test-gpu faults long programs nights readme docs \
     lab export clean
 
 help:
@@ -62,6 +62,7 @@ help:
 	@echo 'make faults    two hundred faults at random moments, an hour or two (FAULTS="--faults 20" for fewer)'
 	@echo 'make long      two thousand steps, watched from outside, a quarter of an hour or more'
 	@echo 'make programs  ten thousand random programs in the sandbox, half an hour'
+	@echo 'make nights    the cases that make test-all leaves out, since others like them are in it, ten minutes'
 	@echo 'make readme    README.md from nbs/index.ipynb'
 	@echo 'make docs      the site in _docs/site: methods, notebooks, settings, results, with search; three minutes'
 	@echo 'make lab       JupyterLab on the notebooks'
@@ -282,6 +283,11 @@ faults: $(VENV)/.ok-test
 long: export OMP_NUM_THREADS := 1
 long: $(VENV)/.ok-test
 	@rm -rf _hours/long && $(PY) tests/tools/long_run.py --out _hours/long
+nights: export NIGHTLY := 1
+nights: export OMP_NUM_THREADS := 1
+nights: $(VENV)/.ok-test
+	@$(PYTEST) -m nightly
+	@$(PY) -m pytest tests/machinery/test_sharded.py
 programs: $(VENV)/.ok-test
 	@$(PY) tests/tools/sandbox_programs.py 10000
 

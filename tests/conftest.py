@@ -121,10 +121,11 @@ def pytest_xdist_make_scheduler(config, log):
 
 
 def pytest_collection_modifyitems(config, items):
-    """Mark what starts processes; leave out what `--below` or `--from` excludes; on several workers, take the longest
-    units first, so that all end together."""
+    """Mark what starts processes; leave out what the nightly job has, and what `--below` or `--from` excludes; on
+    several workers, take the longest units first, so that all end together."""
     recorded, units = read_durations(), Counter()
     seconds = {name: took for name, (took, _) in recorded.items()}
+    if not os.environ.get('NIGHTLY'): keep(config, items, lambda item: item.get_closest_marker('nightly') is None)
     for item in items:
         fixtures = [d.func for defs in item._fixtureinfo.name2fixturedefs.values() for d in defs]
         if starts_processes(item.function, *fixtures): item.add_marker('process')

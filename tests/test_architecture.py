@@ -165,32 +165,6 @@ def private(name):
     return name.startswith('_') and not name.startswith('__')
 
 
-def whole_classes(nb, numbers):
-    "A class is one cell: no methods are attached later, and no private parent was cut from its only child."
-    tops = [n for c in nb.exported for n in c.tree.body]
-    classes = {n.name: n for n in tops if isinstance(n, ast.ClassDef)}
-    camel = re.compile(r'_?[A-Z]\w*[a-z]\w*')                     # a class from elsewhere, by its look
-    for n in tops:
-        targets = n.targets if isinstance(n, ast.Assign) else []
-        for t in targets:
-            if isinstance(t, ast.Attribute) and isinstance(t.value, ast.Name):
-                if t.value.id in classes or camel.fullmatch(t.value.id): yield f'attaches {ast.unparse(t)}'
-        if isinstance(n, ast.Expr) and ast.unparse(n).startswith('setattr('): yield f'attaches: {ast.unparse(n)}'
-    for name in filter(private, classes):
-        children = [n.name for n in classes.values() if name in map(ast.unparse, n.bases)]
-        if len(children) == 1: yield f'{name} is the parent of {children[0]} alone: one class in two pieces'
-
-
-def no_fillers(nb, numbers):
-    "An assertion claims something that could be false."
-    for c in nb.code:
-        for n in ast.walk(c.tree):
-            if isinstance(n, ast.Assert):
-                call = n.test.func if isinstance(n.test, ast.Call) else None
-                empty = isinstance(call, ast.Name) and call.id in ('isinstance', 'callable', 'hasattr')
-                if empty or isinstance(n.test, ast.Name): yield f'shows nothing: {ast.unparse(n)}'
-
-
 # words of methods that mean something else in the loop, each with its meaning there
 OTHER_MEANINGS = {
     'turns': 'a metric: how many a rollout has; and what a measurement is made at, turns or tokens',
@@ -238,13 +212,6 @@ def asked_with(n):
     return [], ''
 
 
-def everything_shown(nb, numbers):
-    "Each public name is used in a cell that is not exported."
-    used = {x.id if isinstance(x, ast.Name) else x.attr for c in nb.code if not c.exported
-            for x in ast.walk(c.tree) if isinstance(x, (ast.Name, ast.Attribute))}
-    return [f'{name} is never shown' for name in definitions(nb.exported) if name not in used]
-
-
 def nothing_skipped(nb, numbers):
     return [f'`#| eval: false` on: {c.source.splitlines()[-1]}' for c in nb.code
             if c.directives.get('eval', '').lower() == 'false' and (c.exported or c.asserts())]
@@ -290,8 +257,7 @@ def run_notebook(nb, numbers):
 
 RULES = [
     floors, experiments_and_papers_apart, named_like_its_module, no_notebook_tools, torch_alone,
-    nothing_private_from_elsewhere, whole_classes, no_fillers, loop_knows_no_method, everything_shown, nothing_skipped,
-    clean_outputs, executed, run_notebook
+    nothing_private_from_elsewhere, loop_knows_no_method, nothing_skipped, clean_outputs, executed, run_notebook
 ]
 
 
@@ -306,18 +272,6 @@ NUMBERS = {nb.name: nb.number for nb in NOTEBOOKS if nb.number is not None and n
 def test_rule(rule):
     complaints = [f'{nb.stem}: {complaint}' for nb in NOTEBOOKS for complaint in rule(nb, NUMBERS)]
     assert not complaints, '\n' + '\n'.join(complaints)
-
-
-SHARED = {'METRICS', 'WORDS', 'RULES', 'NAMES', 'MODULES', 'KINDS'}   # constants, each read beside its module's name
-
-
-def test_a_name_has_one_meaning():
-    "No two notebooks define a public function, class or table of the same name."
-    found = {}
-    for nb in NOTEBOOKS:
-        for name in definitions(nb.exported): found.setdefault(name, set()).add(nb.stem)
-    twice = {name: sorted(of) for name, of in found.items() if len(of) > 1 and name not in ('main', 'PARTS', *SHARED)}
-    assert not twice, twice
 
 
 def test_a_modules_tests_lie_in_a_folder_named_as_its_chapter():
@@ -384,11 +338,6 @@ BAD = [
     (torch_alone, notebook('34_b', '#|export\nimport math, numpy as np')),
     (nothing_private_from_elsewhere, notebook('12_b', 'from credit_rl.a import g, _h')),
     (nothing_private_from_elsewhere, notebook('12_b', '#| export\nfrom credit_rl import a as m\nx = m._h()')),
-    (whole_classes, notebook('12_b', '#| export\nclass B: pass', '#| export\ndef f(self): pass\nB.f = f')),
-    (whole_classes, notebook('12_b', '#| export\nfrom credit_rl.a import Tool\nTool.f = lambda self: 1')),
-    (whole_classes, notebook('12_b', '#| export\nclass _Half: pass', '#| export\nclass Whole(_Half): pass')),
-    (no_fillers, notebook('12_b', 'assert isinstance(x, int)')),
-    (no_fillers, notebook('12_b', 'assert f')),
     (loop_knows_no_method, notebook('63_train', "#| export\nteaches = name == 'tips'")),
     (loop_knows_no_method, notebook('63_train', "#| export\nif method.reward in ('shaping', 'record'): pass")),
     (loop_knows_no_method, notebook('62_setup', "#| export\nmatch rule:\n    case 'smdp': pass")),
@@ -398,26 +347,14 @@ BAD = [
     (loop_knows_no_method, notebook('65_prepare', "#| export\nwhose = '' if summary['method'] == 'carl' else name")),
     (loop_knows_no_method, notebook('60_methods', "#| export\nusual = m.objective == LOSSES['ppo']")),
     (loop_knows_no_method, notebook('52_learner', "#| export\nREADS = {'tips': 'teacher'}")),
-    (everything_shown, notebook('12_b', '#| export\ndef f(): pass', '# f\n"f"')),
     (nothing_skipped, notebook('12_b', '#| eval: false\nassert f() == 1')),
     (nothing_skipped, notebook('12_b', '#| export\n#| eval: false\ndef f(): pass')),
     (nothing_skipped, notebook('12_b', '#|eval: False\ntorch.testing.assert_close(x, y)')),
     (clean_outputs, notebook('12_b', 'f()', outputs=output('saved /home/ada/model'))),
     (clean_outputs, notebook('12_b', 'f()', outputs=output(f'saved {ROOT}/model'))),
     (clean_outputs, notebook('12_b', 'f()', outputs=[{'output_type': 'error', 'traceback': ['no']}])),
-    (
-        clean_outputs,
-        notebook(
-            '12_b',
-            'f()',
-            outputs=[
-                {
-                    'output_type': 'display_data',
-                    'data': {'application/vnd.jupyter.widget-view+json': {}, 'text/plain': '0/1'},
-                }
-            ],
-        ),
-    ),
+    (clean_outputs, notebook('12_b', 'f()', outputs=[
+        {'output_type': 'display_data', 'data': {'application/vnd.jupyter.widget-view+json': {}}}])),
     (executed, notebook('12_b', '#| export\nx = 1', 'x')),
     (run_notebook, notebook('92_b', 'x = 1')),
     (run_notebook, notebook('92_b', 'x = 1', metadata={'tags': ['parameters']}, execution_count=3)),

@@ -16,7 +16,7 @@ from credit_rl.trajectory import Result                                         
 
 @pytest.mark.skipif(not Path('/proc').exists(), reason='needs /proc to look into interpreters')
 def test_random_programs_get_nothing_out():
-    figures = run_programs(int(os.environ.get('CREDIT_RL_PROGRAMS', 320)))
+    figures = run_programs(int(os.environ.get('CREDIT_RL_PROGRAMS', 160)))
     assert figures['ok'] > figures['programs'] / 10 and figures['timeout'], figures       # some do something
     assert not what_got_out(figures), figures
 

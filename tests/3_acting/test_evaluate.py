@@ -136,6 +136,7 @@ def test_nine_sets_of_our_own_by_one_command(model, corpus, tmp_path, capsys):
 
 
 @pytest.mark.long
+@pytest.mark.nightly
 def test_nine_real_slices_by_one_command(model, data, tmp_path):
     given = {**QUICK, 'model': model, 'data': 'all', 'path': str(data), 'run': str(tmp_path / 'run'), 'questions': 2}
     main([f'{k}={json.dumps(v)}' for k, v in given.items()])

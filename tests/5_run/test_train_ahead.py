@@ -87,7 +87,8 @@ def test_a_policy_that_stands_still_is_the_same_in_step_and_ahead(tmp_path):
 
 
 @pytest.mark.parametrize('method, more', [
-    ('tips', {'teacher_every': 2}), ('igpo', {}), ('dapo', {'options': {'draws': 3}}), ('vspo', {}), ('carl-like', {})])
+    ('tips', {'teacher_every': 2}), ('dapo', {'options': {'draws': 3}}), ('carl-like', {}),
+    *(pytest.param(name, {}, marks=pytest.mark.nightly) for name in ('igpo', 'vspo'))])
 def test_methods_that_need_the_learner_between(tmp_path, method, more):
     """Potentials by a teacher that is renewed, belief, rounds that are drawn again, and a measured belief: the first
     step is that of a run in step, the others' rollouts are older by two updates, and a run that draws again repeats

@@ -695,8 +695,8 @@ def test_every_value_of_an_evaluation_is_cited_or_ours_for_a_reason(name):
     assert unsaid(EVALUATIONS[name].read_text(), host=False) == []
 
 
-@pytest.mark.parametrize('name, passages', [('eval_carl_k3', 3), ('eval_carl_k5', 5), ('eval_carl_k7', 7),
-                                            ('eval_carl_oracle', 3)])
+@pytest.mark.parametrize('name, passages', [
+    *(pytest.param(f'eval_carl_k{k}', k, marks=pytest.mark.nightly) for k in (3, 5, 7)), ('eval_carl_oracle', 3)])
 @pytest.mark.long
 def test_an_evaluation_with_other_passages_is_the_papers_but_for_them(name, passages, small, data, tmp_path):
     "CARL's settings on one set; played with them, the oracle's search finds nothing but support."
@@ -727,7 +727,8 @@ def test_the_defaults_are_none_of_theirs():
         assert len([k for k in evaluation(name) if getattr(s, k) != getattr(plain, k)]) >= 5
 
 
-@pytest.mark.parametrize('name', EVALUATIONS)
+@pytest.mark.parametrize('name', [n if n == 'eval_carl' else pytest.param(n, marks=pytest.mark.nightly)
+                                  for n in EVALUATIONS])
 @pytest.mark.long
 def test_an_evaluation_runs_on_the_real_slices(name, small, data, tmp_path):
     """All its settings but the number of questions, the length of a turn, and a server's passages, in whose place are

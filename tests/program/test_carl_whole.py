@@ -140,7 +140,7 @@ def test_each_set_has_its_tools(spoken, rows, name):
                           SearchTool) and env.tool.run('print(search("river Ossel"))').startswith('Doc 1 (Title: ')
 
 
-@pytest.mark.parametrize('name', SETS)
+@pytest.mark.parametrize('name', [n if n == 'musique' else pytest.param(n, marks=pytest.mark.nightly) for n in SETS])
 @pytest.mark.long
 def test_each_set_trains_and_is_evaluated_by_programs(spoken, rows, tmp_path, name):
     "On the published files where they are, else on rows of our own."
