@@ -259,11 +259,6 @@ def saving_says(saving):  # (n, low, high), of rollouts_saved
 # %% ../nbs/6_looking/71_audit.ipynb #a019
 FEW = get_method('vine').options['m']             # continuations of a state, from which `vine` learns
 
-def _gradient_scores(made, right, base):  # (B, D) each; base: None: there is no baseline
-    "Signal to noise of a rule's gradient, and how much more it is than the baseline's: two (value, low, high)."
-    own = signal_to_noise(made, right)
-    return own.interval(), None if base is None else (own - signal_to_noise(base, right)).interval()
-
 def _score_by_kind(credit, base, right, kinds, made):  # (N, K) each; made: of a credit -> (B, D)
     "The score of a credit over a baseline's, kind of turn by kind of turn (`turn_score`): dict of columns."
     parts = lambda x: [made(torch.where(kinds == kind, x, 0.)) for kind in range(len(KINDS))]
@@ -302,8 +297,11 @@ def audit(
         if gradients is not None:
             true = judge.credit() if against is None else against
             right = made(true)
-            own, over = _gradient_scores(made(credit), right, made(rules[baseline]) if baseline in rules else None)
-            scores |= {'signal to noise': own} | ({f'signal to noise over {baseline}': over} if over else {})
+            own = signal_to_noise(made(credit), right)
+            scores['signal to noise'] = own.interval()
+            if baseline in rules:
+                over = (own - signal_to_noise(made(rules[baseline]), right)).interval()
+                scores[f'signal to noise over {baseline}'] = over
         about = dict((costs or {}).get(name, {}))
         if gradients is not None and baseline in rules and not about.get('pays otherwise'):
             about |= _score_by_kind(credit, rules[baseline], true, kinds, made)
@@ -466,7 +464,9 @@ def run_audit(
         share = [mean for mean, _, _ in _credit_shares(squares)]
         sight = {'in_question': gold_in_question([g.question for g in truth.groups]),
                  'by_chance': chance_occurrence(truth.groups)}
-        said = _findings(table, squares), saving_says(more['saving'].values()), _gold_finding(sight)
+        said = (_findings(table, squares), saving_says(more['saving'].values()),
+                f'A gold stands in {sight["in_question"]:.0%} of the questions themselves, and by chance '
+                f'{sight["by_chance"]:.0%} of the rollouts are shown a gold of another question.')
         found = {'findings': ' '.join(said), 'bottleneck': dict(zip(KINDS, share)),
                  'right': float(truth.outcome.mean()), 'questions': len(truth.groups), 'states': len(truth.played),
                  'continuations': truth.played.shape[1], 'golds': sight, **more}
@@ -516,10 +516,8 @@ def _make_audit(config, auditing, say):
     return truth, table, {'belief': belief, 'saving': dict(zip(('times', 'low', 'high'), saving))}, against
 
 # %% ../nbs/6_looking/71_audit.ipynb #a026x6
-def _gold_finding(sight):
-    "What an audit says of golds that are seen without a find: a sentence."
-    return (f'A gold stands in {sight["in_question"]:.0%} of the questions themselves, and by chance '
-            f'{sight["by_chance"]:.0%} of the rollouts are shown a gold of another question.')
+#| export
+
 
 # %% ../nbs/6_looking/71_audit.ipynb #a031
 def read_audit_settings(

@@ -18,15 +18,6 @@ from .settings import make_config
 from .setup import add_lora, base_folder, merge_lora
 
 # %% ../nbs/machinery/66_export.ipynb #c008
-def _checkpoint(run, name):
-    "Step and folder of a run's checkpoint: by name, by its step, or the newest. Raises FileNotFoundError."
-    if str(name).isdigit():
-        place = Path(run)/'checkpoints'/f'step-{int(name):06d}'
-        found = (int(name), place) if place.exists() else None
-    else: found = latest_checkpoint(run) if name == 'newest' else named_checkpoint(run, name)
-    if found is None: raise FileNotFoundError(f'{run} holds no checkpoint {name!r}')
-    return found
-
 def read_policy(
     run,                # folder of a training run
     checkpoint='best',  # the best by the dev questions, 'newest', or a step that is kept
@@ -36,7 +27,12 @@ def read_policy(
     Raises FileNotFoundError."""
     if not (Path(run)/'params.yaml').is_file():
         raise FileNotFoundError(f'{run} holds no params.yaml: wanted the folder of a training run')
-    step, folder = _checkpoint(run, checkpoint)
+    if str(checkpoint).isdigit():
+        place = Path(run)/'checkpoints'/f'step-{int(checkpoint):06d}'
+        found = (int(checkpoint), place) if place.exists() else None
+    else: found = latest_checkpoint(run) if checkpoint == 'newest' else named_checkpoint(run, checkpoint)
+    if found is None: raise FileNotFoundError(f'{run} holds no checkpoint {checkpoint!r}')
+    step, folder = found
     config = dataclasses.replace(make_config(read_params(run)), run=str(run))
     model, tokenizer = load_model(base_folder(config.model, run, config.critic_from), config.dtype, device)
     if config.lora: add_lora(model, config.lora, config.seed)

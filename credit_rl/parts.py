@@ -471,12 +471,6 @@ def _kept_rows(groups, kept, prefix, average, tree):
     shares = {'token-mean': float(layout.trained.sum() / whole.trained.sum()), 'token-sum': 1.}
     return layout, chosen, shares.get(average, len(chosen) / len(whole.groups))
 
-def _weigh_credit(credit, layout, omega, share):
-    "Multiply advantages by ω (n,), and weigh every term of a kept row by its share of the whole batch."
-    known = torch.ones_like(omega) if credit.trajectory_weight is None else credit.trajectory_weight
-    advantages = credit.advantages * omega.to(credit.advantages)[layout.row_trajectory][:, None]
-    return replace(credit, advantages=advantages, trajectory_weight=share * known)
-
 def assign(
     method,        # Method, bound to a run and a step
     groups,        # list of Group, N trajectories in all
@@ -504,5 +498,9 @@ def assign(
     seen = look(layout, replace(method.needs, groups=groups))
     rewards = method.model_rewards({name: x[chosen] for name, x in text.items()}, layout, seen)
     credit = method.credit(rewards, layout, seen)
-    if omega is not None: credit = _weigh_credit(credit, layout, omega, share)
+    if omega is not None:
+        # multiply advantages by ω (n,), and weigh every term of a kept row by its share of the whole batch
+        known = torch.ones_like(omega) if credit.trajectory_weight is None else credit.trajectory_weight
+        advantages = credit.advantages * omega.to(credit.advantages)[layout.row_trajectory][:, None]
+        credit = replace(credit, advantages=advantages, trajectory_weight=share * known)
     return Batch(groups, text, layout, chosen, rewards, seen, credit, tuple(kept), omega)

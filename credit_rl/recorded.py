@@ -77,12 +77,6 @@ class Recording:
         if self.settings is None: return None
         return reword(asked_protocol(self.settings.protocol, self.settings.data), **self.settings.words)
 
-def _settings(params):
-    "Settings of a run, and why there are none: (Config or None, list of str)."
-    if 'method' not in params: return None, []
-    try: return make_config(params), []
-    except ValueError as e: return None, [f'its params.yaml is not read by this version: {e}']
-
 # %% ../nbs/6_looking/69_recorded.ipynb #c010
 def read_recording(
     folder,    # of a run of training, or of evaluation
@@ -102,7 +96,11 @@ def read_recording(
     found = attempts_of(rows[-(most + (size or 0)):] if most else rows, size)
     while most and len(found) > 1 and sum(len(a.rows) for a in found) > most: found = found[1:]
     attempts, left_out = found, len(rows) - sum(len(a.rows) for a in found)
-    return Recording(folder, params, attempts, left_out, *_settings(params))
+    config, why = None, []
+    if 'method' in params:
+        try: config = make_config(params)
+        except ValueError as e: why = [f'its params.yaml is not read by this version: {e}']
+    return Recording(folder, params, attempts, left_out, config, why)
 
 # %% ../nbs/6_looking/69_recorded.ipynb #c014
 class NotKept(ValueError):
@@ -121,16 +119,7 @@ _HINTS = {'belief': 'needs the belief in the gold, which this run did not measur
           'values': "needs a critic's values at the starts of turns, and this run had no critic"}
 _TOKENS = 'needs a value before every token, and a run keeps those at the starts of turns'
 
-def _as_scores(x):
-    "(N, K+1) log-probabilities of one gold of one token: what `Measured` calls `_logp` and `_tokens`."
-    return x[..., None], torch.ones_like(x, dtype=torch.long)[..., None]
-
 # %% ../nbs/6_looking/69_recorded.ipynb #c015
-def _check_ends(x, layout, name):
-    "Refuse a measure that has no value after the last turn. Raises NotKept."
-    last = layout.turn_mask.sum(1, keepdim=True)
-    if x.gather(1, last).isnan().all(): raise NotKept(f'needs the {name} after the last turn, which was not scored')
-
 def _recorded_look(
     attempts,         # list of Attempts
     method,           # Method, bound: the one that asks
@@ -148,21 +137,22 @@ def _recorded_look(
             asked = read_schema(needs.golds[who].schema, protocol)
             if schemas.get(who, asked) != asked:
                 raise NotKept(f'scores golds in other words than this run did, {asked.before!r} … {asked.after!r}')
-            if needs.ends: _check_ends(x, layout, name)
-            seen[f'{who}_logp'], seen[f'{who}_tokens'] = _as_scores(x.log() if name == 'belief' else x)
-        if needs.values: seen['values'] = _token_values(rows, layout, method.critic)
+            if needs.ends and x.gather(1, layout.turn_mask.sum(1, keepdim=True)).isnan().all():
+                raise NotKept(f'needs the {name} after the last turn, which was not scored')
+            # as log-probabilities of one gold of one token, (N, K+1, 1)
+            seen[f'{who}_logp'] = (x.log() if name == 'belief' else x)[..., None]
+            seen[f'{who}_tokens'] = torch.ones_like(x, dtype=torch.long)[..., None]
+        if needs.values:
+            # values (R, T), at the first token of each turn
+            if method.critic['at'] != 'turns': raise NotKept(_TOKENS)
+            table = _states(rows, 'values', layout.turn_mask.shape)
+            if table[layout.turn_mask].isnan().any(): raise NotKept('needs values of all turns, and some are missing')
+            row, at = first_tokens(layout.token_turns).nonzero(as_tuple=True)
+            values = torch.zeros(layout.ids.shape)
+            values[row, at] = table[layout.row_trajectory[row], layout.token_turns[row, at]].float()
+            seen['values'] = values
         return Measured(**seen)
     return look
-
-def _token_values(rows, layout, critic):
-    "Values (R, T), at the first token of each turn. Raises NotKept on a critic that values all tokens."
-    if critic['at'] != 'turns': raise NotKept(_TOKENS)
-    table = _states(rows, 'values', layout.turn_mask.shape)
-    if table[layout.turn_mask].isnan().any(): raise NotKept('needs values of all turns, and some are missing')
-    row, at = first_tokens(layout.token_turns).nonzero(as_tuple=True)
-    values = torch.zeros(layout.ids.shape)
-    values[row, at] = table[layout.row_trajectory[row], layout.token_turns[row, at]].float()
-    return values
 
 # %% ../nbs/6_looking/69_recorded.ipynb #c019
 DROPPED = 'left out: the sampling of this rule drops such a group'
@@ -182,10 +172,6 @@ def _step_credit(attempts, method, look, seed):
     return found
 
 # %% ../nbs/6_looking/69_recorded.ipynb #c020
-def _refuse_judge(method):
-    "Refuse a rule that would ask a judge. Raises NotKept."
-    for name in method.needs.words: raise NotKept(f'{name} asks a judge, and none is asked now')
-
 def _refuse_critic(method, settings):
     "Refuse the values of a critic that was taught other rewards than the rule's. Raises NotKept."
     if settings is None or not method.critic: return
@@ -230,7 +216,7 @@ def recorded_credit(
     for _, same in itertools.groupby(recording.attempts, lambda a: (a.step, a.kind)):
         same = list(same)
         try:
-            _refuse_judge(method)
+            for name in method.needs.words: raise NotKept(f'{name} asks a judge, and none is asked now')
             if not isinstance(method.metric, Earned) and not all(a.group.question.answers for a in same):
                 raise NotKept('needs accepted answers, and these questions have none')
             _refuse_critic(method, settings)

@@ -311,26 +311,19 @@ def _turn_data(turn, tokens, golds, most):
             'surprisal': None if tokens is None else [_plain(-x) for x in turn.action_logps]}
 
 # %% ../nbs/6_looking/72_view.ipynb #v106
-def _verdict_data(t):
-    "How a rollout came out: answer, whether it equals a gold, why it ended."
-    golds = t.question.answers
-    right = t.answer is not None and bool(golds) and exact_match(t.answer, golds) == 1
-    return {'answer': t.answer, 'right': right, 'stop': t.stop.value}
-
-def _read_measures(row, t):
-    "What was measured of a rollout's turns and states, under the names of the page: dict of lists. Raises ValueError."
-    _notes(row, t)                                                   # refuses lists of another length
-    names = {'turn_rewards': 'earned', 'values': 'values', 'belief': 'belief', 'potential': 'potential'}
-    return {label: [_plain(x) for x in row[name]] for name, label in names.items() if name in row}
-
 def _group_data(attempts, credit, texts, most):
     """Attempts at one question as the page has them; `credit` of each rule as `recorded_credit` gives it, `texts` of
     the tokens of each turn of each rollout or None."""
     question, rollouts = attempts.group.question, []
+    names = {'turn_rewards': 'earned', 'values': 'values', 'belief': 'belief', 'potential': 'potential'}
     for i, (t, row) in enumerate(zip(attempts.group.trajectories, attempts.rows)):
         given = [None if isinstance(c, str) else [_plain(a) for a in c[i]] for c in credit]
         turns = [_turn_data(turn, texts and texts[i][k], question.answers, most) for k, turn in enumerate(t.turns)]
-        rollouts.append({**_verdict_data(t), **_read_measures(row, t), 'reward': _plain(attempts.rewards[i]),
+        _notes(row, t)                                                   # refuses lists of another length
+        measured = {label: [_plain(x) for x in row[name]] for name, label in names.items() if name in row}
+        right = t.answer is not None and bool(t.question.answers) and exact_match(t.answer, t.question.answers) == 1
+        rollouts.append({'answer': t.answer, 'right': right, 'stop': t.stop.value, **measured,
+                         'reward': _plain(attempts.rewards[i]),
                          'credit': given, 'turns': turns, 'number': i, 'drift': row.get('drift')})
     meta = question.meta
     return {'step': attempts.step, 'kind': attempts.kind, 'source': question.source, 'id': str(question.id),

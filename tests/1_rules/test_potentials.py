@@ -8,7 +8,7 @@ from torch.testing import assert_close
 
 from credit_rl.groups import at_last_turn, discounted_sum, group_normalize
 from credit_rl.potentials import (AlphaController, MODEL_SHAPES, ModelShape, PARTS, REWARD_BANDS, answer_potential,
-                                  bridge, history_max, mean_abs_reward, missing_states, pilot_alpha, scoring_flops,
+                                  bridge, history_max, mean_abs_reward, pilot_alpha, scoring_flops,
                                   shaping_rewards)
 
 settings.register_profile('potentials', deadline=None, max_examples=60)
@@ -94,14 +94,13 @@ def test_rounding_above_zero_is_no_probability():
 @given(states())
 def test_bridging_is_filling_forward(batch):
     phi, mask = batch
-    out, counts = bridge(phi, mask), missing_states(phi, mask)
+    out = bridge(phi, mask)
     filled = pd.DataFrame(phi.numpy()).ffill(axis=1).to_numpy()  # pandas' own rule
     for i, (row, got) in enumerate(zip(own(phi, mask), own(out, mask))):
         k = len(row)
         expected = [NAN] * k if math.isnan(row[0]) else filled[i, :k].tolist()
         assert_close(torch.tensor(got), torch.tensor(expected), equal_nan=True)
         assert out[i, k:].isnan().all()
-        assert counts[i] == sum(map(math.isnan, row[:-1]))
 
 
 @given(states())
@@ -184,7 +183,6 @@ def test_padding_and_the_unread_end_are_never_read(batch, junk, more):
         out = rule(wide, wide_mask)
         assert_close(out[:, :mask.shape[1]], rule(phi, mask), equal_nan=True)
         assert not out[:, mask.shape[1]:].any()
-    assert_close(missing_states(wide, wide_mask), missing_states(phi, mask))
     for rule in rules[:2]:  # S_K_i is read by 'teacher' alone
         assert_close(rule(phi.scatter(1, turns, junk), mask), rule(phi, mask), equal_nan=True)
 
@@ -193,7 +191,7 @@ def test_padding_and_the_unread_end_are_never_read(batch, junk, more):
 def test_rows_do_not_see_one_another(batch, random):
     phi, mask = batch
     order = torch.tensor(random.sample(range(len(phi)), len(phi)))
-    for rule in (lambda x, m: shaping_rewards(x, m, 0.3), history_max, bridge, missing_states):
+    for rule in (lambda x, m: shaping_rewards(x, m, 0.3), history_max, bridge):
         assert_close(rule(phi[order], mask[order]), rule(phi, mask)[order], equal_nan=True)
 
 

@@ -23,7 +23,7 @@ from credit_rl.evaluate import (_intervals, bootstrap_interval, compare_rows, ev
 from credit_rl.parameters import from_settings
 from credit_rl.metrics import cover_match, normalize
 from credit_rl.models import local_folder, model_hashes
-from credit_rl.protocol import TEMPLATES, byte_tokenizer
+from credit_rl.protocol import PROTOCOLS, TEMPLATES, byte_tokenizer
 from credit_rl.retrieval import BM25
 from credit_rl.search_service import SearchCache, SearchClient, SearchServer
 from credit_rl.runlog import read_turns
@@ -328,8 +328,8 @@ def test_replay_names_rows_that_came_and_went(copy):
 
 def test_replay_names_a_changed_prompt(copy, monkeypatch):
     from dataclasses import replace
-    plain = evaluation.PROTOCOLS['tspo']
-    monkeypatch.setitem(evaluation.PROTOCOLS, 'tspo', replace(plain, user='Be brief. ' + plain.user))
+    plain = PROTOCOLS['tspo']
+    monkeypatch.setitem(PROTOCOLS, 'tspo', replace(plain, user='Be brief. ' + plain.user))
     result = copy()
     assert parts(result) == {'prompt', 'prompt_hash', 'protocol.user'}
     assert len(result.rows) == 6 and all('another prompt' in line for line in result.rows)

@@ -711,7 +711,7 @@ def test_an_evaluation_with_other_passages_is_the_papers_but_for_them(name, pass
     if name == 'eval_carl_oracle':
         lines = (ROOT / 'data' / 'README.md').read_text().split('musique_oracle` of')[1].split('python -c "')[1]
         code, place = lines.split('"')[0].replace('\n      ', '\n'), str(tmp_path / 'oracle')
-        exec(code.replace('FOLDER/musique', str(data / 'musique')).replace('data/musique_oracle', place))
+        exec(code.replace('FOLDER/musique', str(data / 'musique')).replace('data/musique_oracle', place), {})
         told['corpus'] = place
         support = {t for q in load_questions('musique', data / 'musique', 'dev') for t, _ in q.meta['supporting_facts']}
         assert {p.title for p in BM25.load(place).passages} <= support

@@ -987,7 +987,8 @@ def test_finished_runs_are_examined_once_and_reported(model, scripted, tmp_path,
 )
 @pytest.mark.parametrize(
     'more',
-    [dict(stage=3), dict(stage=2, method='ppo', critic='frozen', options={'penalty': -1.0})],
+    [dict(stage=3), pytest.param(dict(stage=2, method='ppo', critic='frozen', options={'penalty': -1.0}),
+                                 marks=pytest.mark.nightly)],
     ids=['shared, stage 3', 'frozen, stage 2'],
 )
 def test_a_critic_in_the_pieces_of_deepspeed_is_examined(model, scripted, tmp_path, more):
