@@ -168,8 +168,7 @@ MOVED = {                                       # name of before -> name of toda
     'template_options': 'template.options', 'history': 'template.history',
 }
 _CUT_OFF = 'with a cut-off distribution the sampled log-probabilities belong to another policy than the one that is trained'
-GONE = {'draw_version': (2, 'a question that a step asks twice is played twice'), 'critic_replay': (0, 'no paper asks for it'),
-        'top_p': (1, _CUT_OFF), 'top_k': (0, _CUT_OFF)}                 # name -> the value that every run has now, and why
+GONE = {'critic_replay': (0, 'no paper asks for it'), 'top_p': (1, _CUT_OFF), 'top_k': (0, _CUT_OFF)}  # name -> the value of every run now, and why
 
 def dotted(
     given,     # dict name -> value; a group as a dict, by `group.name`, or by a name of before

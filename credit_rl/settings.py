@@ -232,6 +232,9 @@ class Learning(SettingsGroup):
     correction: Correction = setting(Correction(), 'where the engine is not the learner')
     ahead: int = setting(0, 'steps by which playing runs ahead of learning: so many are played in a row with the same '
                             'weights, while the ones before are learned from; wants correction', least=0)
+    draw_version: int = setting(2, 'of what is drawn: a question that a step asks twice has other rollouts the second '
+                                   'time; 1: the same ones twice, as in runs that were begun without this setting',
+                                choices=(1, 2))
 
     def __post_init__(self):
         super().__post_init__()

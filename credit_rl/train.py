@@ -105,7 +105,7 @@ class Run:
     def __post_init__(self):
         c, from_warmup = self.config, self.config.critic.warmed
         self.actor = Actor(self.engine, self.setup, c.sampling, c.questions_per_step, c.group_size, c.seed, self.ranks,
-                           self.log, self.say, c.ahead > 0)
+                           self.log, self.say, c.ahead > 0, c.draw_version)
         self.gap = c.stop.gap if c.engine != 'hf' or c.ahead else None      # None: the learner's own model acts, in step
         self.method = bound_method(c, self.setup.chat, self.learner.loss, self.setup.environments['train'].max_turns)
         self.metric = get_regime(c.regime).metric if c.regime else self.method.metric
@@ -225,6 +225,7 @@ class Actor:
     log: object               # its clock
     say: object = print       # function called with lines of text
     ahead: bool = False       # whether steps are played while one before is learned from
+    draw_version: int = 2
 
     def round(self, step, again=0):
         """A round of a step: its questions, and how a rank plays its share of them, function of a list that gives a
@@ -235,7 +236,8 @@ class Actor:
             shown = Progress(self.say, f'step {step}: rollouts played', len(share) * size)
             return rollout(self.engine, self.setup.environments['train'], share, size, self.sampling,
                            seed_of(self.seed, step, *extra), lambda ended: (off(), shown(ended)), each)
-        return _each_once(draw_questions(self.setup.questions['train'], self.questions_per_step, step, seed)), play
+        drawn = draw_questions(self.setup.questions['train'], self.questions_per_step, step, seed)
+        return drawn if self.draw_version == 1 else _each_once(drawn), play
 
     def evaluate(self, part):
         "Play the 'dev' or 'test' questions greedily: list of Group."
@@ -595,12 +597,18 @@ MAY_CHANGE = ('steps', 'resume', 'run', 'threads', 'eval_every', 'track', 'measu
               'hosts.endpoint', 'ranks', 'act_rows', 'tflops', 'dry_run', 'offload', 'stop.bad_step', 'log.steps', 'patience',
               'healthy', 'checkpoints.keep', 'checkpoints.minutes', 'checkpoints.restarts', 'checkpoints.grace')  # resumed
 
+def _as_begun(config):
+    "A `Config`, or where a run is resumed that was begun without the setting `draw_version`, one that draws as it did."
+    begun = config.resume and (Path(config.run)/'params.yaml').exists()
+    return dataclasses.replace(config, draw_version=1) if begun and 'draw_version' not in read_params(config.run) else config
+
 def note_params(log, config, may_change=MAY_CHANGE):
     """Write a run's parameters, or compare them with those it was begun with; a setting that came into being since then
     may have its default. Raises ValueError naming what changed."""
     if (log.folder/'params.yaml').exists():
         before, usual = read_params(log.folder), flat(type(config)())
-        may_change = (*may_change, *(n for n, value in flat(config).items() if n not in before and value == usual[n]))
+        new = [n for n, value in flat(config).items() if n not in before and value == usual[n]]
+        may_change = (*may_change, *new, *['draw_version'] * ('draw_version' not in before))
     log.write_params(flat(config), may_change)
 
 def check_same_params(config, may_change=MAY_CHANGE):
@@ -880,7 +888,7 @@ def train(
     are refused before any compute."""
     say = say or (speak if is_rank() else lambda line: print(line, flush=True))
     told = None if is_rank() else say
-    c = make_config(config, told) if isinstance(config, dict) else config
+    c = _as_begun(make_config(config, told) if isinstance(config, dict) else config)
     if c.dry_run: return examine(c, say)
     check(c)
     over = finished(c)

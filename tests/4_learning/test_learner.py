@@ -18,6 +18,7 @@ from credit_rl.advantages import to_tokens
 from credit_rl.layout import pack
 from credit_rl.learner import (MOST_REFUSED, BadStep, FrozenModels, Learner, Optimiser, PlainBackend, Scorer, make_critic,
                                parameter_groups)
+from credit_rl.options import flat
 from credit_rl.parts import Credit, Loss
 from credit_rl.runlog import read_metrics, read_turns, same_metrics
 from credit_rl.scoring import AnswerTemplate
@@ -386,13 +387,22 @@ def test_skipping_ends_after_some_updates_in_a_row_with_their_count(monkeypatch)
     with pytest.raises(BadStep, match=f'those of {MOST_REFUSED - 1} updates before'): step()
 
 
-def test_a_question_that_a_step_asks_twice_has_other_rollouts_the_second_time(tmp_path):
+@pytest.mark.parametrize('draws', [1, 2])
+def test_a_question_that_a_step_asks_twice_has_other_rollouts_the_second_time(tmp_path, draws):
     short = {**SHORT, 'steps': 1, 'questions': 3, 'questions_per_step': 6, 'log_rollouts': 6, 'eval_every': 1}
-    train(make_config({**short, 'run': str(tmp_path / 'run')}), say=lambda line: None)
+    train(make_config({**short, 'run': str(tmp_path / 'run'), 'draw_version': draws}), say=lambda line: None)
     said = {}
     for row in read_turns(tmp_path / 'run'):
         t = row['trajectory']
         said.setdefault(t['question']['text'], []).append((t['question']['id'], [x['action_ids'] for x in t['turns']]))
     again = [(turns[:4], turns[4:]) for turns in said.values() if len(turns) == 8]
-    assert again and all([x[1] for x in a] != [x[1] for x in b] for a, b in again)
-    assert {len({i for i, _ in turns}) for turns in said.values() if len(turns) == 8} == {2}
+    assert again and all(([x[1] for x in a] == [x[1] for x in b]) == (draws == 1) for a, b in again)
+    assert {len({i for i, _ in turns}) for turns in said.values() if len(turns) == 8} == {draws}
+
+
+def test_a_run_that_was_begun_without_the_setting_goes_on_drawing_as_it_did(tmp_path):
+    import yaml
+    config = make_config({**SHORT, 'run': str(tmp_path), 'resume': True})
+    assert training._as_begun(config).draw_version == 2
+    (tmp_path / 'params.yaml').write_text(yaml.safe_dump({k: v for k, v in flat(config).items() if k != 'draw_version'}))
+    assert training._as_begun(config).draw_version == 1 and training._as_begun(make_config(SHORT)).draw_version == 2
