@@ -58,7 +58,7 @@ def test_what_was_not_measured_is_a_reason_and_never_a_number(tmp_path):
     recording = kept(tmp_path, example(), method='tspo', group_size=3)
     reasons = {name: recorded_credit(recording, name)[0] for name in METHODS}
     for name, part in {'igpo': 'belief', 'tips': 'critic', 'ppo': 'critic', 'carl': 'critic', 'vine': 'playing on',
-                       'mt-grpo': 'one tool call', 'oracle': 'chain'}.items():
+                       'mt-grpo': 'one tool call', 'oracle': 'tiny world'}.items():
         assert isinstance(reasons[name], str) and part in reasons[name], (name, reasons[name])
     assert all(len(reasons[name]) == 3 for name in ('grpo', 'tspo', 'gigpo', 'igpo-f1', 'rloo'))
 
