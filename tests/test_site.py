@@ -6,27 +6,22 @@ import json
 import os
 import re
 import shlex
-import shutil
 import subprocess
 import threading
-import time
-import urllib.request
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from credit_rl import api
-from credit_rl.compare import find_runs
 from credit_rl.methods import METHODS, compose
 from credit_rl.options import Option, flat
-from credit_rl.parameters import notebooks_in
 from credit_rl.parts import Row
-from credit_rl.runlog import read_summary
 from credit_rl.settings import Config, check, make_config
 import build as site_build   # docs/build.py and what it is made of
 import notebooks
 import pages as site_pages
+from browser import open_tab
 from kept import kept
 from links import dead_links, foreign_loads
 from pages import SECTIONS, method_page, page_name, read_archive, stored_about
@@ -93,11 +88,6 @@ def test_pages_show_what_parts_say():
     assert '`alpha`' not in page
 
 
-def test_names_of_pages_differ_and_need_no_escape():
-    names = [page_name(name) for name in METHODS]
-    assert len(set(names)) == len(names) and all(re.fullmatch('[a-z0-9-]+', name) for name in names)
-
-
 # ---- what is stored ----
 
 def test_a_stored_curve_is_drawn_and_its_results_shown(archive, tmp_path):
@@ -106,15 +96,6 @@ def test_a_stored_curve_is_drawn_and_its_results_shown(archive, tmp_path):
     page = method_page(METHODS['tspo'], about)
     assert f']({about.picture})' in page and '| tspo | 3 |' in page
     assert 'is stored' in sections(method_page(METHODS['oracle'], stored_about(METHODS['oracle'], archive)))['Curve']
-
-
-def test_every_method_that_was_run_has_its_curve(root, archive):
-    "Also one whose folders cannot have its name (mt-grpo*), and one that was given an option (tips)."
-    run = {read_summary(folder)['method'] for folder in find_runs(root / 'runs' / 'sweep')} & set(METHODS)
-    assert {'mt-grpo*', 'tips', 'tspo'} <= run
-    for name in run:
-        about = stored_about(METHODS[name], archive)
-        assert about.runs == 'runs/sweep' and re.search(rf'^\| {re.escape(name)}[ (]', about.table, re.M), name
 
 
 def test_a_stored_audit_is_shown_on_its_methods_page(tmp_path):
@@ -127,13 +108,6 @@ def test_a_stored_audit_is_shown_on_its_methods_page(tmp_path):
                                               '| `runs/mine` | 0.75 (0.60 to 0.90) | 0.50 |']
     assert audit['igpo'].splitlines()[4] == '| `runs/mine` |  | 0.50 |'
     assert 'No audit' in audit['grpo'] and "'rules=[grpo]'" in audit['grpo']
-
-
-def test_an_old_audits_signal_has_no_interval():
-    "It has a cosine, and was made when these intervals did not cover."
-    row = {'signal to noise': '1.5', 'signal to noise, low': '1.4', 'signal to noise, high': '1.6'}
-    assert site_pages._measures(row) == {'signal to noise': '1.50 (1.40 to 1.60)'}
-    assert site_pages._measures(row | {'cosine': '.9'}) == {'signal to noise': '1.50'}
 
 
 def test_results_are_the_stored_tables(root):
@@ -187,19 +161,6 @@ def test_notebooks_lose_directives_and_hidden_cells_and_keep_outputs(site_read):
         left_out = [c for c in notebook['cells'] if re.search(r'^#\s*\|\s*hide\b', ''.join(c['source']), re.M)]
         count = lambda cells: sum(len(c.get('outputs', ())) for c in cells)
         assert count(shown) == count(notebook['cells']) - count(left_out), path
-
-
-def test_the_contents_follow_the_chapters(site_read, root):
-    assert set(site_read.notebooks) == {str(p.relative_to(root)) for p in notebooks_in(root / 'nbs')} - {
-        'nbs/index.ipynb'}
-    folders = list(site_read.chapters)
-    assert folders == [*sorted(f for f in folders if f[0].isdigit()), 'machinery', 'experiments', 'papers']
-    sections = {title: of for entry in notebooks.notebook_nav(site_read) for title, of in entry.items()}
-    assert len(sections) == len(folders) + 1
-    assert [*sections['Runs, for papermill'][0].values()] == ['nbs/90_train.ipynb']
-    for folder, (title, (index, *entries)) in zip(folders, sections.items()):
-        assert index == f'nbs/{folder}/index.md' and title == notebooks.chapter_title(folder, site_read)
-        assert [path for entry in entries for path in entry.values()] == site_read.chapters[folder]
 
 
 @pytest.fixture
@@ -300,10 +261,8 @@ def test_what_comes_from_another_host_is_found(name, text, tmp_path):
 # ---- the whole build ----
 
 @without_docs
-def test_equations_become_mathml(root):
-    spec = importlib.util.spec_from_file_location('site_hooks', root / 'docs' / 'hooks.py')
-    hooks = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(hooks)
+def test_equations_become_mathml():
+    import hooks
     page = '<p>$a_i$ <code>$x$</code> costs $5 and $6 or $ 7 <pre>$y$</pre>\n$$\n\\frac12\n$$ and $$b$$</p>'
     shown = hooks.with_equations(page, True)
     assert shown.count('<math') == 3 and '<code>$x$</code> costs $5 and $6 or $ 7 <pre>$y$</pre>' in shown
@@ -316,10 +275,8 @@ def test_equations_become_mathml(root):
 
 
 @without_docs
-def test_headings_called_alike_have_ids_of_their_own(root):
-    spec = importlib.util.spec_from_file_location('site_hooks', root / 'docs' / 'hooks.py')
-    hooks = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(hooks)
+def test_headings_called_alike_have_ids_of_their_own():
+    import hooks
     page = '<h1 id="a"><a href="#a">A</a></h1><h2 id="b">B</h2>\n<h2 id="a"><a href="#a">A</a></h2>'
     twice = '<h2 id="a"><a href="#a">'
     assert hooks.with_numbered_headings(page) == page.replace(twice, twice.replace('a"', 'a_1"'))
@@ -364,58 +321,13 @@ def test_make_docs_builds_a_site_without_a_dead_link(site, root):
 
 
 @without_docs
-@pytest.mark.skipif(not shutil.which('chromium'), reason='there is no chromium')
 def test_a_search_finds_the_page_in_a_browser(site, tmp_path):
-    websocket = pytest.importorskip('websocket')
-    handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=str(site))
-    server = http.server.ThreadingHTTPServer(('127.0.0.1', 0), handler)
+    server = http.server.ThreadingHTTPServer(
+        ('127.0.0.1', 0), functools.partial(http.server.SimpleHTTPRequestHandler, directory=str(site)))
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    top = f'http://127.0.0.1:{server.server_port}/'
-    browser = subprocess.Popen(['chromium', '--headless=new', '--no-sandbox', '--disable-gpu',
-                                '--remote-debugging-port=0', '--remote-allow-origins=*',
-                                f'--user-data-dir={tmp_path}', 'about:blank'],
-                               stderr=subprocess.DEVNULL)
+    top, link = f'http://127.0.0.1:{server.server_port}/', 'document.querySelector(".md-search-result__link")'
     try:
-        port = wait_for(lambda: (tmp_path / 'DevToolsActivePort').read_text().split()[0])
-        tabs = json.load(urllib.request.urlopen(f'http://127.0.0.1:{port}/json'))
-        page = next(tab for tab in tabs if tab['type'] == 'page')
-        tab = Tab(websocket.create_connection(page['webSocketDebuggerUrl'], timeout=60))
-        for domain in ('Network', 'Runtime', 'Log', 'Page'): tab.call(f'{domain}.enable')
-        tab.call('Page.navigate', url=top + 'index.html?q=information+gain')
-        found = wait_for(lambda: tab.value("document.querySelector('.md-search-result__link').href"))
-        assert found.startswith(top + 'nbs/1_rules/33_information_gain.html')
-        asked = [e['params']['request']['url'] for e in tab.events if e['method'] == 'Network.requestWillBeSent']
-        assert asked and not [url for url in asked if not url.startswith((top, 'data:', 'blob:'))]
-        assert not [e for e in tab.events if e['method'] in ('Runtime.exceptionThrown', 'Log.entryAdded')]
-    finally:
-        browser.terminate()
-        browser.wait()
-        server.shutdown()
-
-
-class Tab:
-    "A tab of Chromium, asked by its DevTools protocol."
-    def __init__(self, socket): self.socket, self.number, self.events = socket, 0, []
-
-    def call(self, method, **params):
-        self.number += 1
-        self.socket.send(json.dumps({'id': self.number, 'method': method, 'params': params}))
-        while True:
-            answer = json.loads(self.socket.recv())
-            if answer.get('id') == self.number: return answer['result']
-            self.events.append(answer)
-
-    def value(self, expression):
-        answer = self.call('Runtime.evaluate', expression=expression, returnByValue=True)
-        if 'exceptionDetails' in answer: raise LookupError(expression)
-        return answer['result']['value']
-
-
-def wait_for(ask, seconds=120):
-    "What a function gives as soon as it gives something."
-    end = time.monotonic() + seconds
-    while True:
-        try: return ask()
-        except (LookupError, OSError):
-            if time.monotonic() > end: raise
-            time.sleep(.3)
+        with open_tab(tmp_path) as tab:
+            tab.open(top + 'index.html?q=information+gain', link)
+            assert tab.ask(f'{link}.href').startswith(top + 'nbs/1_rules/33_information_gain.html') and not tab.errors
+    finally: server.shutdown()

@@ -22,7 +22,7 @@ from credit_rl.evaluate import (_intervals, bootstrap_interval, compare_rows, ev
                                 run_evaluation, set_names, set_scores, Evaluation)
 from credit_rl.parameters import from_settings
 from credit_rl.metrics import cover_match, normalize
-from credit_rl.models import local_folder, model_hashes
+from credit_rl.models import model_hashes
 from credit_rl.protocol import PROTOCOLS, TEMPLATES, byte_tokenizer
 from credit_rl.retrieval import BM25
 from credit_rl.search_service import SearchCache, SearchClient, SearchServer
@@ -295,10 +295,6 @@ def edit(path, change):
     path.write_text(json.dumps(values))
 
 
-def test_moved_files_are_no_difference(copy):
-    assert copy().same
-
-
 def test_replay_names_a_changed_passage(copy):
     def change(rows): rows[0]['context'][0][1][0] += ' It is small.'
     edit(copy.folder / 'sample.json', change)
@@ -320,12 +316,6 @@ def test_replay_names_a_changed_row(copy):
     assert result.rows == ("row 'sample-2': another prompt",)               # golds are not shown to the player
 
 
-def test_replay_names_rows_that_came_and_went(copy):
-    def change(rows): rows[0]['_id'] = 'sample-new'
-    edit(copy.folder / 'sample.json', change)
-    assert {"question 'sample-0'", "question 'sample-new'"} <= parts(copy())
-
-
 def test_replay_names_a_changed_prompt(copy, monkeypatch):
     from dataclasses import replace
     plain = PROTOCOLS['tspo']
@@ -333,13 +323,6 @@ def test_replay_names_a_changed_prompt(copy, monkeypatch):
     result = copy()
     assert parts(result) == {'prompt', 'prompt_hash', 'protocol.user'}
     assert len(result.rows) == 6 and all('another prompt' in line for line in result.rows)
-
-
-def test_replay_names_a_changed_template(copy):
-    path = copy.folder / 'model' / 'chat_template.jinja'
-    path.write_text(path.read_text().replace("assistant\\n", "assistant\\n\\n") if 'assistant\\n' in
-                    path.read_text() else path.read_text().replace('assistant\n', 'assistant\n\n'))
-    assert parts(copy()) == {'prompt', 'tokenizer'}
 
 
 def test_replay_names_changed_weights(copy):
@@ -490,14 +473,6 @@ def test_an_index_a_server_and_files_give_the_same_rows(corpus, tmp_path):
     assert served['corpus'] == {'passages': None, 'hash': None} and served['retriever']['url'] == url
 
 
-def test_closed_book_needs_no_passages(model, tmp_path):
-    folder = quiet({
-        **QUICK, 'model': model, 'data': 'nq', 'path': FILES['nq'], 'protocol': 'direct', 'run': str(tmp_path)
-    }) / 'nq'
-    manifest = read_manifest(folder)
-    assert manifest['corpus'] is manifest['retriever'] is None and 'search' not in manifest['prompt']
-
-
 def with_template(model, folder, text=None):
     "A copy of the model with another chat template, or with none."
     shutil.copytree(model, folder)
@@ -638,34 +613,6 @@ def test_which_sets_are_meant():
         from_settings(Evaluation, {'seed': 1.5})
 
 
-def test_a_model_of_the_hub_is_fetched_or_named(model, monkeypatch):
-    import huggingface_hub
-    asked = []
-
-    def fetch(name, allow_patterns):
-        asked.append((name, allow_patterns))
-        return model
-    monkeypatch.setattr(models, 'find_model', lambda name: None)              # the hub has it
-    monkeypatch.setattr(huggingface_hub, 'snapshot_download', fetch)
-    assert local_folder('owner/model') == Path(model) and len(asked) == 1 and '*.safetensors' in asked[0][1]
-
-    def offline(*args, **kwargs): raise OSError('no network')
-    monkeypatch.setattr(huggingface_hub, 'snapshot_download', offline)
-    with pytest.raises(ConnectionError, match='network'):
-        local_folder('owner/model')
-
-
-def test_a_model_is_known_by_its_contents(model, tmp_path):
-    shutil.copytree(model, tmp_path / 'other')
-    assert model_hashes(tmp_path / 'other') == model_hashes(model)
-    path = tmp_path / 'other' / 'model.safetensors'
-    data = bytearray(path.read_bytes())
-    data[-1] ^= 1
-    path.write_bytes(data)
-    before, now = model_hashes(model), model_hashes(tmp_path / 'other')
-    assert [n for n in before if before[n] != now[n]] == ['model.safetensors']
-
-
 # ---- several ranks ----
 
 @pytest.mark.long
@@ -720,15 +667,6 @@ def test_each_rank_of_an_evaluation_gives_its_vllm_its_own_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, 'is_available', lambda: True)
     assert settings(ranks=8) == '1' and settings() is None and settings(vllm={'devices': '2'}) == '2'
     with pytest.raises(ValueError, match='devices'): settings(ranks=8, vllm={'devices': '2'})
-
-
-def test_an_evaluation_asks_its_search_server_first(model, tmp_path, monkeypatch):
-    monkeypatch.setattr(evaluation, 'load_model', lambda *given: pytest.fail('the model was loaded'))
-    with pytest.raises(ConnectionError, match='reached'):
-        quiet(
-            dict(model=model, data='hotpotqa', path=str(SAMPLE), corpus='http://127.0.0.1:9',
-                 run=str(tmp_path / 'run'), **QUICK))
-    assert not (tmp_path / 'run').exists()
 
 
 # ---- one manifest, one set of numbers ----

@@ -15,8 +15,8 @@ from credit_rl.tiny import NOISY_CODER, act_coder, memory_of, tiny_environment, 
 from credit_rl.tools import PythonTool
 from credit_rl.trajectory import Group, Question, Stop, Trajectory, Turn
 from credit_rl import warmup
-from credit_rl.warmup import (choose_questions, cluster_questions, collect, CollectionPlan, draw_evenly, GATE, gate,
-                              GateFailed, GateReport, gold_shown, Missing, Pairs, prompted, Sampler, searching, warm_up, WarmUp)
+from credit_rl.warmup import (choose_questions, collect, CollectionPlan, draw_evenly, GATE, gate, GateFailed,
+                              GateReport, gold_shown, Missing, Pairs, prompted, Sampler, searching, warm_up, WarmUp)
 from credit_rl.world import Competence, make_world
 
 
@@ -52,12 +52,6 @@ def test_each_check_alone_fails_the_gate_by_what_it_says(name):
         report.failed) == {name} and f'FAILED: {name} by {report.failed[name]:.3f}' in str(report)
 
 
-def test_exactly_on_the_bar_passes():
-    pairs = [[.1, 1]] * 6 + [[0., 1]] * 4                                      # ties are wrong: 6 of 10
-    assert gate([.9, .1], [2, 1], pairs, [0., 1.], [0., 1.]).passed
-    assert not gate([.9, .1], [2, 1], pairs + [[0., 0]], [0., 1.], [0., 1.]).passed
-
-
 @settings(deadline=None, max_examples=50)
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=60), st.data())
 def test_draws_are_even(clusters, data):
@@ -67,13 +61,6 @@ def test_draws_are_even(clusters, data):
     assert len(set(drawn)) == len(drawn) == n
     count = Counter(clusters[i] for i in drawn)
     assert all(count[a] <= count[b] + 1 or count[b] == size[b] for a in size for b in size)
-
-
-def test_clusters_are_topics():
-    texts = [f'who directed the film number {i}' for i in range(20)] + [f'what is {i} + {i}' for i in range(20)]
-    clusters = cluster_questions(texts, k=2)
-    assert len(set(clusters[:20])) == len(set(clusters[20:])) == 1 and clusters[0] != clusters[20]
-    assert len(set(cluster_questions(['a'], k=50))) == 1
 
 
 PASSES, FAILS = GateReport(.9, .9, .9, .9, .9, (1, 1)), GateReport(.1, .9, .9, .9, .9, (1, 1))

@@ -13,7 +13,6 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -24,13 +23,11 @@ from credit_rl.datasets import load_corpus, load_questions
 from credit_rl.diagnostics import wilson
 from credit_rl.learner import Learner, Optimiser
 from credit_rl.models import find_model, load_model, local_folder
-from credit_rl.parameters import notebooks_in
 from credit_rl.parts import Loss
 from credit_rl.runlog import FolderInUse, Hold, RunFolders, RunLog, RunPaths
 from credit_rl.settings import make_config
 from credit_rl.setup import forecast
 from credit_rl.train import train
-from credit_rl.trajectory import Group
 
 ROOT = Path(__file__).resolve().parents[2]
 BASE = str(ROOT / 'data' / 'tiny_base')
@@ -76,14 +73,6 @@ def test_what_has_no_dry_run_says_so_and_does_not_begin(start, tmp_path):
     with pytest.raises(ValueError, match='dry_run'):
         start({'run': str(tmp_path / 'run'), 'model': BASE, 'dry_run': True})
     assert not (tmp_path / 'run').exists()
-
-
-def test_a_comparison_has_no_dry_run(tmp_path, monkeypatch):
-    from credit_rl.compare import main
-    monkeypatch.chdir(ROOT)
-    with pytest.raises(SystemExit, match='dry_run'):
-        main(['--methods', 'grpo', '--seeds', '1', '--out', str(tmp_path / 'runs'), '--dry-run'])
-    assert not (tmp_path / 'runs').exists()
 
 
 def test_threads_that_this_host_can_use_pass(monkeypatch):
@@ -263,19 +252,6 @@ def test_the_run_notebooks_say_where_their_run_lies(name, tmp_path, monkeypatch)
     with pytest.raises(ValueError, match='give -p run'): RunFolders.write(json.dumps(notebook), 'runs/x/notebook.ipynb')
 
 
-@pytest.mark.parametrize('ours', [True, False])
-def test_papermill_calls_no_setting_of_ours_unknown(ours, tmp_path, monkeypatch, caplog):
-    "Our notebooks check names by themselves; those of others have only papermill's word."
-    path = tmp_path / 'some.ipynb'
-    path.write_text('from credit_rl.train import train' if ours else 'import json')
-    monkeypatch.setattr(sys, 'argv', ['papermill', str(path), 'runs/x/notebook.ipynb', '-p', 'lr', '1e-5'])
-    RunFolders.pretty_path('runs/x/notebook.ipynb')
-    log = logging.getLogger('papermill')
-    for line in ('Passed unknown parameter: lr', 'Executing notebook'): log.warning(line)
-    assert [r.getMessage() for r in caplog.records] == (['Passed unknown parameter: lr'] * (not ours)
-                                                         + ['Executing notebook'])
-
-
 # ---- what is said of a run that is over, or goes on ----
 
 @pytest.fixture(scope='module')
@@ -407,51 +383,7 @@ def test_a_hint_names_what_was_meant(settings, hint, tmp_path):
     with pytest.raises(ValueError, match=hint): train({'run': str(tmp_path / 'run'), **settings})
 
 
-def test_rows_without_paragraphs_ask_for_a_corpus_by_its_name(tmp_path):
-    (tmp_path / 'rows.json').write_text(json.dumps([{'_id': 'a', 'question': 'Who?', 'answer': 'Ada'}]))
-    with pytest.raises(ValueError, match='bring'):
-        load_corpus('hotpotqa', tmp_path / 'rows.json')
-
-
-def test_too_few_positions_are_not_told_to_raise_max_tokens_alone(spoken):
-    from credit_rl.rollout import check_prompts
-    from credit_rl.environment import Conversation, make_environment
-    from credit_rl.models import load_tokenizer
-    from credit_rl.trajectory import example_group
-    env = make_environment(load_tokenizer(spoken), None, Conversation(max_tokens=20))
-    with pytest.raises(ValueError, match='max_tokens'):
-        check_prompts(env, [example_group().question])
-
-
-def test_room_is_told_in_a_unit_that_shows_it():
-    host = make_config({})
-    (line, *_) = dry_run.missing_room(Path('/proc'), 2, host, {'rank': 0, 'host': 0, 'checkpoint': 5e6})
-    assert line == '/proc has 0 MB free, but 3 checkpoints take 15 MB'
-
-
 # ---- how far it is ----
-
-def test_what_takes_long_says_how_far_it_is(tmp_path, monkeypatch):
-    "Base evaluation and rollouts, where each round takes longer than half a minute by the clock that is asked."
-    ticks, lines = itertools.count(step=30), []
-    hurried = lambda *args: launch.Progress(*args, clock=lambda: float(next(ticks)))
-    monkeypatch.setattr(training, 'Progress', hurried)
-    train({**SHORT, 'run': str(tmp_path / 'run'), 'threads': 1}, say=lines.append)
-    for wanted in ('test questions played: 8 of 8', 'dev questions played: 8 of 8',
-                   'step 1: rollouts played: 16 of 16'):
-        assert wanted in lines, lines
-
-
-def test_a_fine_tuning_tells_its_loss(monkeypatch):
-    from credit_rl import sft
-    ticks, lines = itertools.count(step=15), []
-    monkeypatch.setattr(sft, '_imitate', lambda *args: {'loss': 2.})
-    monkeypatch.setattr(sft.time, 'monotonic', lambda: float(next(ticks)))
-    question = SimpleNamespace(id='q')
-    model, groups = load_model(BASE)[0], [Group(question, [SimpleNamespace(question=question)] * 2)]
-    how = sft.Imitation(epochs=5, batch=1)
-    sft.fine_tune(sft.imitator(model, groups, how), groups, how, say=lines.append)
-    assert lines[0].startswith('update 1 of 10, loss 2.000') and 2 < len(lines) < 10, lines
 
 
 def test_the_estimate_measures_what_this_host_does(monkeypatch):
@@ -508,23 +440,6 @@ def test_an_interrupt_while_modules_are_imported_is_a_line_too(command, tmp_path
     assert 'interrupted; give the same command again' in line and done.returncode in (130, -signal.SIGINT)
 
 
-def test_other_errors_of_a_command_keep_their_traceback(tmp_path):
-    (tmp_path / 'torch.py').write_text('raise RuntimeError("broken")')
-    done = subprocess.run([sys.executable, '-m', 'credit_rl.train'], cwd=tmp_path, capture_output=True, text=True,
-                          timeout=120, env={**os.environ, 'PYTHONPATH': os.pathsep.join([str(tmp_path), str(ROOT)])})
-    assert done.stderr.startswith('Traceback') and done.stderr.endswith('RuntimeError: broken\n')
-
-
-@pytest.mark.parametrize('verb', ['audit', 'longform', 'competence', 'export', 'profile', 'view', 'index'])
-def test_a_verb_without_a_word_of_its_own_is_interrupted_in_a_line(verb, monkeypatch, capsys):
-    from credit_rl import command
-    def stop(arguments): raise KeyboardInterrupt
-    module, _, function = command.VERBS[verb][0].partition(':')
-    monkeypatch.setattr(importlib.import_module(f'credit_rl.{module}'), function or 'main', stop)
-    assert command.main([verb, 'x']) == 130
-    assert capsys.readouterr().err == f'credit-rl {verb}: interrupted; give the same command again\n'
-
-
 def test_all_wrong_and_all_right_have_an_interval_too():
     "By hand: Wilson's at its ends, z² = 3.84: of none of 10 right up to 3.84 / 13.84."
     found = [evaluate._intervals([{'em': em}] * 10, ['em'], 0)['em'] for em in (0., 1.)]
@@ -554,27 +469,6 @@ def test_a_command_builds_an_index(tmp_path, capsys):
     assert BM25.load(folder).search(['Who?'], 1) == BM25(load_corpus('hotpotqa', sample)).search(['Who?'], 1)
     with pytest.raises(SystemExit): main(['index', sample, folder])
     assert 'is there already' in capsys.readouterr().err
-
-
-def test_an_index_says_how_far_it_is(capsys):
-    from credit_rl.search_service import _progress
-    clock = lambda: float(next(ticks))
-    ticks = itertools.count(step=8)                                     # a look every 8 s, a line after 20 or more
-    assert list(_progress('abcdefg', clock=clock)) == list('abcdefg')
-    assert capsys.readouterr().out.splitlines()[-1] == 'all 7 passages read: the index is being written'
-    assert list(_progress('ab', clock=lambda: 0.)) == ['a', 'b'] and not capsys.readouterr().out
-
-
-def test_the_readme_lines_that_start_a_run_have_folders_of_their_own():
-    runs = re.findall(r'-p run (\S+)|train run=(\S+)', (ROOT / 'README.md').read_text())
-    assert len(runs) == 2 and len(set(map(''.join, runs))) == 2
-
-
-def test_jupyterlab_calls_the_kernel_as_the_notebooks_do():
-    "Else it writes its own name of the kernel into each notebook that is saved."
-    names = {json.loads(p.read_text())['metadata']['kernelspec']['display_name'] for p in notebooks_in(ROOT / 'nbs')}
-    lab = re.search(r'^lab:.*\n(\t.*\n)+', (ROOT / 'Makefile').read_text(), re.M)[0]
-    assert names == {re.search(r'ipykernel install .*--name python3 --display-name (\S+)', lab)[1]}
 
 
 # ---- a folder that another process writes ----
