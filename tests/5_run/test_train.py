@@ -14,7 +14,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -43,13 +42,10 @@ from credit_rl.trajectory import Group, Question, example_group, trajectory_from
 from credit_rl.view import show_rollout
 from credit_rl.vllm_engine import VLLMSettings
 from credit_rl.warmup import WarmupRollouts
+from made_runs import BASE, SHORT
 
 ROOT = Path(__file__).resolve().parents[2]
-BASE = str(ROOT / 'data' / 'tiny_base')
-# a run of two seconds with checkpoints in it; the KL term makes it update at every step, so that a state that is not
-# restored shows
-SHORT = dict(model=BASE, steps=4, eval_every=2, questions_per_step=4, group_size=4, questions=50, dev_questions=8,
-             test_questions=8, max_turns=3, turn_tokens=12, kl=.01, world={'size': 200}, threads=1)
+SHORT = {**SHORT, 'steps': 4}
 
 
 def command(settings):
@@ -105,16 +101,10 @@ def test_after_three_steps_a_run_says_what_was_foretold(tmp_path, monkeypatch):
 
 # ---- the same again ----
 
-@pytest.fixture(scope='module')
-def whole(tmp_path_factory):
-    "A run by the command line that nobody interrupted, and the seconds it took; its lines lie beside it."
-    folder = tmp_path_factory.mktemp('runs') / 'whole'
-    since = time.monotonic()
-    done = subprocess.run(command({**SHORT, 'run': str(folder)}), cwd=ROOT, env=on_a_cpu(), stdin=subprocess.DEVNULL,
-                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    assert done.returncode == 0, done.stdout
-    (folder / 'lines').write_text(done.stdout)
-    return folder, time.monotonic() - since
+@pytest.fixture
+def whole(finished):
+    "A run that nobody interrupted."
+    return finished(steps=4)
 
 
 def results(folder):
@@ -139,8 +129,7 @@ def assert_same(a, b):
 
 @pytest.mark.long
 def test_a_run_tells_how_it_goes(whole):
-    folder, _ = whole
-    lines = (folder / 'lines').read_text().splitlines()
+    folder, lines = whole, (whole.parent / 'lines').read_text().splitlines()
     for said in ('ceiling', 'base: EM', 'step 1/4', 'step 4/4', 'final: EM'):
         assert any(said in line for line in lines), said
     table = read_metrics(folder)
@@ -162,7 +151,7 @@ def test_a_run_tells_how_it_goes(whole):
 def test_the_same_settings_give_the_same_run(whole, tmp_path):
     "Another process, in another folder: the same metrics and the same rollouts."
     assert sit({**SHORT, 'run': str(tmp_path / 'again')}) == 0
-    assert_same(whole[0], tmp_path / 'again')
+    assert_same(whole, tmp_path / 'again')
 
 
 @pytest.mark.parametrize('method', ['ppo', 'tips'])
@@ -264,7 +253,7 @@ def test_a_killed_run_ends_as_if_it_had_not_been(whole, tmp_path, death):
     assert sit(settings, death=death) == -signal.SIGKILL
     assert not (tmp_path / 'killed' / 'summary.json').exists()
     assert sit({**settings, 'resume': True}) == 0
-    assert_same(whole[0], tmp_path / 'killed')
+    assert_same(whole, tmp_path / 'killed')
 
 
 @pytest.mark.long
@@ -280,7 +269,7 @@ def test_the_command_is_killed_and_resumed(whole, tmp_path):
     assert run.returncode == -signal.SIGKILL
     assert latest_checkpoint(tmp_path / 'killed')[0] == 2 and not (tmp_path / 'killed' / 'summary.json').exists()
     assert sit({**settings, 'resume': True}) == 0
-    assert_same(whole[0], tmp_path / 'killed')
+    assert_same(whole, tmp_path / 'killed')
 
 
 @pytest.mark.skipif(not hasattr(resource, 'prlimit'), reason='limits of another process are set on Linux alone')
@@ -305,7 +294,7 @@ def test_a_disk_that_takes_no_more_ends_a_run_in_a_line(whole, tmp_path):
         assert words in message, said
     assert kept < 4 and not [p for p in (tmp_path / 'run' / 'checkpoints').iterdir() if p.name.endswith('part')]
     assert sit({**settings, 'resume': True}) == 0
-    assert_same(whole[0], tmp_path / 'run')
+    assert_same(whole, tmp_path / 'run')
 
 
 def test_another_failure_while_a_checkpoint_is_written_is_no_matter_of_the_disk(tmp_path):
@@ -344,7 +333,7 @@ def idle(monkeypatch):
 
 @pytest.mark.long
 def test_a_finished_run_is_only_shown_again(whole, idle, tmp_path):
-    folder = shutil.copytree(whole[0], tmp_path / 'copy', symlinks=True)
+    folder = shutil.copytree(whole, tmp_path / 'copy', symlinks=True)
     before = {p: p.read_bytes() for p in folder.rglob('*') if p.is_file()}
     assert train({**SHORT, 'run': str(folder), 'resume': True}) == folder
     assert {p: p.read_bytes() for p in folder.rglob('*') if p.is_file()} == before
@@ -352,7 +341,7 @@ def test_a_finished_run_is_only_shown_again(whole, idle, tmp_path):
 
 @pytest.mark.long
 def test_a_finished_run_is_not_shown_as_another(whole, idle, tmp_path):
-    folder = shutil.copytree(whole[0], tmp_path / 'copy', symlinks=True)
+    folder = shutil.copytree(whole, tmp_path / 'copy', symlinks=True)
     with pytest.raises(ValueError, match="'tspo'"):
         train({**SHORT, 'run': str(folder), 'resume': True, 'method': 'grpo'})
     params = yaml.safe_load((folder / 'params.yaml').read_text())
@@ -367,7 +356,7 @@ def test_more_steps_go_on_from_where_a_run_ended(whole, tmp_path):
     settings = {**SHORT, 'run': str(tmp_path / 'longer')}
     assert sit({**settings, 'steps': 2}) == 0
     assert sit({**settings, 'resume': True}) == 0
-    assert_same(whole[0], tmp_path / 'longer')
+    assert_same(whole, tmp_path / 'longer')
 
 
 # ---- bad input ----
@@ -801,7 +790,10 @@ MEASURED = {'belief': {'gold_entropy_start', 'gold_entropy_end', *BELIEF}, 'entr
 def quiet(folder, **settings):
     "The folder of a run, and its kept training rollouts of step 1."
     run = train({**ALL, **settings, 'run': str(folder)}, say=lambda line: None)
-    return run, [row for row in read_turns(run, 1) if row['kind'] == 'train']
+    return run, kept_rows(run)
+
+
+def kept_rows(run): return [row for row in read_turns(run, 1) if row['kind'] == 'train']
 
 
 def played(rows):
@@ -908,7 +900,7 @@ def test_a_dry_run_tells_of_words_that_the_model_does_not_know(tmp_path, monkeyp
     assert sum('has no words for' in line and 'gold_schema' in line for line in lines) == told
 
 
-def test_surprisal_is_of_the_samples_and_entropy_of_the_distributions(tmp_path):
+def test_surprisal_is_of_the_samples_and_entropy_of_the_distributions(tmp_path, finished):
     """Surprisal is the mean -log-probability of what was sampled. A loss with an entropy term logs the entropy itself,
     and before the first update it is what measuring it says."""
     run, rows = quiet(tmp_path / 'asked', method='grpo', measure=['entropy'])
@@ -918,10 +910,10 @@ def test_surprisal_is_of_the_samples_and_entropy_of_the_distributions(tmp_path):
     bonus, _ = quiet(tmp_path / 'bonus', method='grpo', loss={'entropy': .01}, minibatches=1, measure=['entropy'])
     assert read_metrics(bonus).entropy[1] == pytest.approx(table.entropy[1], rel=1e-4)
     assert read_metrics(bonus).entropy[1] != pytest.approx(table.surprisal[1], rel=1e-3)
-    assert 'entropy' not in read_metrics(quiet(tmp_path / 'plain', method='grpo')[0])
+    assert 'entropy' not in read_metrics(finished(**ALL, method='grpo'))
 
 
-def test_kept_rollouts_tell_of_their_turns_and_states(tmp_path):
+def test_kept_rollouts_tell_of_their_turns_and_states(tmp_path, finished):
     """Turn rewards, values, beliefs and potentials stand beside the advantages. By TIPS a turn earns α times the step
     of Φ, and what is left at the end; a missing state is null in the file and NaN when it is read."""
     run, rows = quiet(tmp_path / 'tips', method='tips', options={'alpha': .5}, measure=['belief'])
@@ -944,7 +936,7 @@ def test_kept_rollouts_tell_of_their_turns_and_states(tmp_path):
     assert show_rollout(played(rows)[0], rows[0]['advantages'], measured=rows[0]).html.count('reward ') >= len(
         rows[0]['turn_rewards'])
     assert (read_metrics(run)[['seconds_teacher', 'seconds_evaluate']][1:] > 0).all(axis=None)
-    other, rows = quiet(tmp_path / 'grpo', method='grpo')
+    rows = kept_rows(other := finished(**ALL, method='grpo'))
     assert 'seconds_teacher' not in read_metrics(other)
     assert all('belief' not in row and 'values' not in row and not any(row['turn_rewards']) for row in rows)
     assert not any('token_advantages' in row for row in rows)   # by GRPO a turn's tokens have one
@@ -1020,7 +1012,7 @@ def test_outcome_and_process_of_every_step(tmp_path):
     assert read_metrics(alone).anchor_share.isna().all() and read_metrics(alone)['o-p-'][1] >= 0
 
 
-def test_tool_rate_by_tier_where_tiers_are_known(tmp_path, monkeypatch):
+def test_tool_rate_by_tier_where_tiers_are_known(tmp_path, monkeypatch, finished):
     "From a warm-up's rollouts, or a question's own meta; without tiers nothing is logged."
     group = example_group()
     one = WarmupRollouts([group.question], torch.tensor([2]), [Group(group.question, group.trajectories[:1])],
@@ -1032,7 +1024,7 @@ def test_tool_rate_by_tier_where_tiers_are_known(tmp_path, monkeypatch):
     assert step_metrics.tier_rates([group], tiers) == {'tool_rate_tier_2': 1.}
     assert step_metrics.tier_rates([group], {}) == {}
 
-    none, rows = quiet(tmp_path / 'none', method='grpo')
+    rows = kept_rows(none := finished(**ALL, method='grpo'))
     assert not [name for name in read_metrics(none) if 'tier' in name]
     ids = [*dict.fromkeys(('tiny', t.question.id) for t in played(rows))]
     tiers = {key: 1 + i % 2 for i, key in enumerate(ids)}
@@ -1086,8 +1078,8 @@ def test_a_teachers_period_counts_steps_that_teach_nothing(tmp_path, monkeypatch
 @pytest.mark.long
 def test_a_checkpoint_that_was_cut_says_how_to_go_on(whole, tmp_path, name):
     "It is named, and that removing it helps."
-    run = Path(shutil.copytree(whole[0], tmp_path / 'run', symlinks=True))
-    (run / 'params.yaml').write_text((run / 'params.yaml').read_text().replace(str(whole[0]), str(run)))
+    run = Path(shutil.copytree(whole, tmp_path / 'run', symlinks=True))
+    (run / 'params.yaml').write_text((run / 'params.yaml').read_text().replace(str(whole), str(run)))
     (run / 'summary.json').unlink()
     last = latest_checkpoint(run)[1]
     os.truncate(last / name, (last / name).stat().st_size - 3)

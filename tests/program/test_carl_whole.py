@@ -914,11 +914,8 @@ def test_a_critic_in_the_pieces_of_deepspeed_is_examined(model, scripted, tmp_pa
         assert all(torch.equal(a, b) for a, b in zip(pieces.critic[0].parameters(), load_model(model)[0].parameters()))
 
 
-def test_who_cannot_be_examined_is_told_why(model, tmp_path):
-    run = quiet({
-        **TINY, 'method': 'grpo', 'protocol': None, 'model': str(ROOT / 'data' / 'tiny_base'), 'world': {}, 'steps': 1,
-        'max_turns': 2, 'recompute': False, 'run': str(tmp_path / 'run')
-    })
+def test_who_cannot_be_examined_is_told_why(finished, tmp_path):
+    run = shutil.copytree(finished(method='grpo'), tmp_path / 'run', symlinks=True)
     with pytest.raises(ValueError, match='leaves'): examine_run(run)
     (run / 'summary.json').unlink()
     with pytest.raises(FileNotFoundError, match='finished'): examine_run(run)

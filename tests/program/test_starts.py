@@ -28,11 +28,9 @@ from credit_rl.runlog import FolderInUse, Hold, RunFolders, RunLog, RunPaths
 from credit_rl.settings import make_config
 from credit_rl.setup import forecast
 from credit_rl.train import train
+from made_runs import BASE, SHORT
 
 ROOT = Path(__file__).resolve().parents[2]
-BASE = str(ROOT / 'data' / 'tiny_base')
-SHORT = dict(model=BASE, steps=1, eval_every=1, questions_per_step=4, group_size=4, questions=50, dev_questions=8,
-             test_questions=8, max_turns=3, turn_tokens=12, world={'size': 200})
 
 
 # ---- options and settings are checked before a start ----
@@ -254,29 +252,20 @@ def test_the_run_notebooks_say_where_their_run_lies(name, tmp_path, monkeypatch)
 
 # ---- what is said of a run that is over, or goes on ----
 
-@pytest.fixture(scope='module')
-def short(tmp_path_factory):
-    "A finished run of one step, and its lines."
-    folder, lines = tmp_path_factory.mktemp('runs') / 'short', []
-    train({**SHORT, 'run': str(folder), 'threads': 1}, say=lines.append)
-    return folder, lines
+def test_a_run_that_is_shown_again_tells_its_log_again(finished):
+    first = ((folder := finished()).parent / 'lines').read_text().splitlines()
+    for steps, why in ((3, 'has its 3 steps'), (0, 'has 3 steps, more than steps=0')):
+        train({**SHORT, 'run': str(folder), 'resume': True, 'steps': steps}, say=(again := []).append)
+        assert why in again[-1] and again[-2] == first[-1] and any(x.startswith('base: EM') for x in again)
+        (line,), (then,) = ([x for x in lines if x.startswith('step 1/3')] for lines in (first, again))
+        assert line.startswith(then)
 
 
-def test_a_run_that_is_shown_again_tells_its_log_again(short):
-    folder, first = short
-    for steps, why in ((1, 'has its 1 steps'), (0, 'has 1 steps, more than steps=0')):
-        again = []
-        train({**SHORT, 'run': str(folder), 'threads': 1, 'resume': True, 'steps': steps}, say=again.append)
-        assert why in again[-1] and again[-2] == first[-1]
-        (line,), (then,) = ([x for x in lines if x.startswith('step 1/1')] for lines in (first, again))
-        assert line.startswith(then) and any(x.startswith('base: EM') for x in again)
-
-
-def test_a_run_that_goes_on_tells_its_log_first(short, tmp_path):
-    folder, lines = shutil.copytree(short[0], tmp_path / 'more', symlinks=True), []
-    train({**SHORT, 'run': str(folder), 'threads': 1, 'resume': True, 'steps': 2}, say=lines.append)
-    at = lines.index('resumed after step 1')
-    assert any(x.startswith('step 1/2') for x in lines[:at]) and any(x.startswith('step 2/2') for x in lines[at:])
+def test_a_run_that_goes_on_tells_its_log_first(finished, tmp_path):
+    folder, lines = shutil.copytree(finished(), tmp_path / 'more', symlinks=True), []
+    train({**SHORT, 'run': str(folder), 'resume': True, 'steps': 4}, say=lines.append)
+    at = lines.index('resumed after step 3')
+    assert any(x.startswith('step 1/4') for x in lines[:at]) and any(x.startswith('step 4/4') for x in lines[at:])
 
 
 # ---- a dry run sees what a start would fall over ----
@@ -411,7 +400,8 @@ def test_a_measured_product_is_what_its_clock_says(monkeypatch):
 
 # ---- interrupted, small samples, indexes, names ----
 
-def test_an_interrupt_is_a_line_that_says_how_to_go_on(short, tmp_path, monkeypatch, capsys):
+def test_an_interrupt_is_a_line_that_says_how_to_go_on(finished, tmp_path, monkeypatch, capsys):
+    over = finished()
     def stop(*args, **more): raise KeyboardInterrupt
     begun = tmp_path / 'begun'                            # before its first checkpoint
     begun.mkdir()
@@ -419,7 +409,7 @@ def test_an_interrupt_is_a_line_that_says_how_to_go_on(short, tmp_path, monkeypa
     for module, name in ((training, 'train'), (prepare, 'prepare'), (sft, 'rejection_sft'),
                          (evaluate, 'run_evaluation')):
         monkeypatch.setattr(module, name, stop)
-        for run, how in ((short[0], 'resume=true.*after step 1'), (begun, 'yet, so with resume=true the same command'),
+        for run, how in ((over, 'resume=true.*after step 3'), (begun, 'yet, so with resume=true the same command'),
                          (tmp_path / 'new', 'yet, so the same command begins anew')):
             with pytest.raises(SystemExit) as end: module.main([f'run={run}'])
             (line,) = capsys.readouterr().err.splitlines()
@@ -516,7 +506,7 @@ def test_a_run_that_is_over_or_failed_lets_its_folder_go(tmp_path, monkeypatch):
     with monkeypatch.context() as broken:
         broken.setattr(training, '_steps', lambda *args: 1 / 0)
         with pytest.raises(ZeroDivisionError) as kept: train({**SHORT, 'run': run}, say=lambda line: None)
-    folder = train({**SHORT, 'run': run, 'resume': True}, say=lambda line: None)
+    folder = train({**SHORT, 'steps': 1, 'run': run, 'resume': True}, say=lambda line: None)
     assert (folder / 'summary.json').exists() and not (folder / '.writer').exists() and kept
 
 
