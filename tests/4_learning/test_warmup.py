@@ -16,7 +16,7 @@ from credit_rl.tools import PythonTool
 from credit_rl.trajectory import Group, Question, Stop, Trajectory, Turn
 from credit_rl import warmup
 from credit_rl.warmup import (choose_questions, collect, CollectionPlan, draw_evenly, GATE, gate, GateFailed,
-                              GateReport, gold_shown, Missing, Pairs, prompted, Sampler, searching, warm_up, WarmUp)
+                              GateReport, Missing, Pairs, prompted, Sampler, searching, warm_up, WarmUp)
 from credit_rl.world import Competence, make_world
 
 
@@ -88,27 +88,6 @@ def test_the_first_pass_at_or_after_least_ends_it(monkeypatch, how, passes, sat)
     if sat is None:
         with pytest.raises(GateFailed, match='pass'): run()
     else: assert run() == sat and len(taught) == sat[-1]
-
-
-READS = {
-    'in the context': ('so <context>born in Budapest</context>', True), 'beside it':
-    ('It is Budapest, so '
-     '<context>a film</context>', False), 'after it': ('<context>a film</context> of Budapest', False),
-    'in a context begun again': ('<context>Budapest <context>a film</context>', False), 'in one that was not closed':
-    ('so <context>Budapest', True), 'in none': ('Budapest', False)
-}
-
-
-@pytest.mark.parametrize('where', READS)
-def test_kept_is_what_the_next_state_holds(where):
-    text, kept = READS[where]
-    turns = [
-        Turn(kind, (1, ), (0., ), (), said, seen)
-        for kind, said, seen in (('invoke', 'search', 'He was born in '
-                                  'Budapest.'), ('assimilate', text, ''), ('commit', 'Budapest', ''))
-    ]
-    assert gold_shown(Trajectory(Question('q', 'Where?', ('Budapest', )), (0, ), turns, Stop.ANSWER,
-                                 'Budapest')) == [(1, kept)]
 
 
 # ---- who is asked ----

@@ -15,7 +15,7 @@ from nbformat.v4 import new_code_cell, new_notebook, new_output
 from credit_rl.metrics import normalize
 from credit_rl.runlog import RunLog
 from credit_rl.trajectory import Group, Question, Result, Stop, Trajectory, Turn, example_group, to_json
-from credit_rl.view import _first, gold_spans, main, show_group, show_rollout, show_run, telling_group
+from credit_rl.view import _first, gold_spans, main, show_group, show_rollout, show_run
 
 NAN = float('nan')
 ATTACKS = [
@@ -85,21 +85,6 @@ def test_any_text_is_shown_whole(action, observation):
         assert re.sub(r'\s', '', said) in re.sub(r'\s', '', text)
 
 
-def test_missing_and_zero_advantages_are_told_apart():
-    t = example_group().trajectories[1]
-    shown = show_rollout(t, [NAN, 0.0, -0.0, None])
-    assert read(shown).count('missing') == 3 and 'nothing here is learned from' in read(shown)  # the legend says it too
-    assert 'nan' not in re.sub(r'<style>.*?</style>', '', shown.html, flags=re.S).lower()
-    assert 'inf' not in read(show_rollout(t, [1.0, float('inf'), 0, 0])).replace('+inf', '')
-
-
-def test_what_was_measured_stands_under_its_turn():
-    found = {'turn_rewards': [.5], 'values': [.25], 'belief': [.125, NAN], 'potential': [-2., -1.], 'step': 3}
-    assert 'reward 0.5 · V 0.25 · belief 0.125 → missing · Φ -2 → -1' in read(show_rollout(attempt(), measured=found))
-    with pytest.raises(ValueError, match='numbers'):
-        show_rollout(attempt(), measured={'belief': [.1]})
-
-
 def test_rollouts_of_different_lengths_stand_in_one_grid():
     group = example_group()
     short = dataclasses.replace(group.trajectories[0], turns=group.trajectories[0].turns[:2], stop=Stop.LENGTH,
@@ -125,24 +110,6 @@ def test_gold_spans_agree_with_first_occurrence(text, golds):
     assert bool(spans) == (first_occurrence([text], golds) == 0)
     assert all(a[1] <= b[0] for a, b in zip(spans, spans[1:]))
     assert all(normalize(text[a:b]) for a, b in spans)
-
-
-def row(step, advantages, reward=0., question='q', kind='train'):
-    return {'kind': kind, 'step': step, 'reward': reward, 'advantages': advantages,
-            'trajectory': {'question': {'id': question}}}
-
-
-def test_the_rollouts_that_are_shown_have_credit():
-    differ, same = [row(3, [.5, -.5]), row(3, [-.1, -.1], 1.)], [row(4, [1., 1.], 1.), row(4, [-1., -1.])]
-    grey, missing = [row(5, [0., 0.], 1.), row(5, [0., 0.], 1.)], [row(6, [None, NAN]), row(6, None)]
-    after = [row(7, None, kind='after')]
-    assert telling_group(differ + same + grey + missing + after) == differ[::-1]
-    assert telling_group(same + grey + missing + after) == same
-    assert telling_group(grey + after) == grey and telling_group(after) == []
-    rounded = [row(5, [.77459514, .77459508, .77459502], 1.), row(5, [-1.2909917, -1.2909916])]     # of one number
-    assert telling_group(differ + rounded) == differ[::-1]
-    two = [row(3, [.5, -.5], question='a'), row(3, [.2, .2], question='b')]
-    assert telling_group(two) == two[:1]                          # of one question, not of all of a step
 
 
 # ---- a whole run, on one page ----
@@ -195,14 +162,6 @@ def test_a_rule_that_is_not_known_is_drawn_nowhere(tmp_path):
     grpo, ppo, igpo = data['rules']
     assert grpo['why'] is None and 'critic' in ppo['why'] and 'belief' in igpo['why'] and data['chosen'] == [0]
     assert [r['credit'][1:] for r in data['groups'][0]['rollouts']] == [[None, None]] * 3
-
-
-def test_the_scale_of_bars_is_a_percentile_and_not_one_wild_value(tmp_path):
-    "150 rollouts of 4 turns at ±1 and one turn at 500: its bar is cut, and all others can be seen."
-    trajectories = [example_group().trajectories[0]] * 150
-    advantages = [[500. if i == 0 else 1., -1., 1., -1.] for i in range(150)]
-    folder = kept(tmp_path / 'run', kept_rows(trajectories, [1.] * 150, advantages=advantages))
-    assert page_json(show_run(folder, ['grpo']).page)[0]['rules'][0]['limit'] == 1.
 
 
 def test_long_texts_are_cut_and_say_so(tmp_path):

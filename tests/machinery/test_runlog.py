@@ -470,24 +470,6 @@ def test_weights_that_find_no_room_say_so(tmp_path):
     assert os.listdir(tmp_path) == []
 
 
-def test_a_folder_behind_a_link_is_written_through_again_and_again(tmp_path):
-    "The link stays, what it leads to is replaced as a whole, and nothing hidden is left beside either."
-    disk, here = tmp_path / 'disk', tmp_path / 'here'
-    disk.mkdir(), here.mkdir(), (disk / 'model').mkdir()
-    (disk / 'model' / 'stale').write_text('')
-    (here / 'model').symlink_to(disk / 'model')
-    (here / 'new').symlink_to(os.path.join('..', 'disk', 'new'))                      # leads to nothing yet
-    for text in ('one', 'two', 'three'):
-        for name in ('model', 'new'):
-            with atomic_folder(here / name) as part: (part / 'weights').write_text(text)
-            assert (here / name).is_symlink() and os.listdir(disk / name) == ['weights']
-            assert (disk / name / 'weights').read_text() == text
-    with pytest.raises(ZeroDivisionError):
-        with atomic_folder(here / 'model') as part: 1 / 0
-    assert (disk / 'model' / 'weights').read_text() == 'three'
-    assert sorted(os.listdir(disk)) == sorted(os.listdir(here)) == ['model', 'new']
-
-
 @pytest.mark.parametrize('what', ['file', 'link to a file', 'loop'])
 def test_what_is_no_folder_is_refused_before_one_is_written_in_its_place(tmp_path, what):
     "It was refused behind the work, and left hidden folders."

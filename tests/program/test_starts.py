@@ -192,32 +192,6 @@ def test_only_a_clone_of_ours_has_its_runs_written_by_us(settings, tmp_path, mon
     assert RunPaths.read(path) == '{"cells": []}' and RunPaths.listdir('runs/x') == [path]
 
 
-def test_the_notebook_of_a_run_taken_up_again_is_kept_until_there_is_more(tmp_path, monkeypatch):
-    "A resumed run that is refused, as with other parameters, left a notebook with the refusal alone."
-    monkeypatch.chdir(tmp_path)
-    run, write = Path('runs/mine'), RunFolders.write
-    path = run / 'notebook.ipynb'
-    write(as_papermill_writes(run='runs/mine'), path)
-    (run / 'params.yaml').write_text('seed: 1')
-    (run / 'metrics.jsonl').write_text('{"step": 1}')
-    write(done := as_papermill_writes(executed=True, run='runs/mine'), path)
-
-    def goes_on(*counts):
-        notebook = json.loads(as_papermill_writes(run='runs/mine', resume=True))
-        notebook['cells'] = [{**notebook['cells'][0], 'execution_count': n} for n in counts]
-        return json.dumps(notebook)
-    write(goes_on(None, None), path)
-    write(goes_on(1, None), path)             # refused, or killed before its first step
-    assert path.read_text() == done
-    write(goes_on(None, None), path)          # the run was finished, its figures are drawn again
-    write(drawn := goes_on(1, 2), path)
-    assert path.read_text() == drawn
-    write(goes_on(None, None), path)          # it has come further
-    (run / 'metrics.jsonl').write_text('{"step": 1}{"step": 2}')
-    write(further := goes_on(1, None), path)
-    assert path.read_text() == further
-
-
 def test_a_notebook_apart_from_its_run_is_refused(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ValueError, match='runs/other'):

