@@ -21,6 +21,7 @@ from credit_rl.trajectory import Group, Question, Stop, Trajectory, Turn, exampl
 from credit_rl.turn_rewards import (judge_prompt, judge_rewards, parse_ratings, place_rewards, rating_scores,
                                     rule_rewards, rule_turn_rewards, tool_segments)
 from judge_server import Stub
+from made_runs import SHORT
 
 settings.register_profile('turn_rewards', deadline=None, max_examples=60)
 settings.load_profile('turn_rewards')
@@ -427,28 +428,12 @@ def test_a_judge_is_told_what_a_file_says(tmp_path, spelling, needs):
         compose(spelling).bind({**options, 'judge_prompt': str(tmp_path / 'no.txt')})
 
 
-def test_a_run_that_asks_a_judge_keeps_the_hash_of_its_words(root, tmp_path):
-    "A stub grades every pair it is shown; what a run read by stands in its summary, beside the model's prompt."
-    grades = lambda prompt, attempt: f'ratings_by_pair={[[2, 1, 0]] * prompt.count("</tool_response>")}'
-    (tmp_path / 'words.txt').write_text('Grade {pairs} for {question}.')
-    with Stub(grades) as stub:
-        judge = {'base_url': f'http://127.0.0.1:{stub.server.server_port}/v1', 'model': 'stub'}
-        run = train(dict(method='outcome+judge/calls', options={'judge': judge, 'judge_prompt': str(
-            tmp_path / 'words.txt')}, model=str(root / 'data' / 'tiny_base'), run=str(tmp_path / 'run'), steps=1,
-            questions_per_step=2, group_size=3, questions=20, dev_questions=2, test_questions=2, max_turns=3,
-            turn_tokens=12, world={'size': 200}, threads=1), say=lambda line: None)
-    summary = json.loads((run / 'summary.json').read_text())
-    assert summary['judge_prompt_hashes'] == {'judge': prompt_hash('Grade {pairs} for {question}.')}
-    assert len(stub.requests) > 1 and all('Grade Pair 1' in r['messages'][0]['content'] for r in stub.requests[1:])
-
-
-def test_a_run_that_is_resumed_counts_its_judge_as_a_whole_one(root, tmp_path):
+def test_a_run_that_is_resumed_counts_its_judge_as_a_whole_one(tmp_path):
     "By step; what was asked so far began at 0 again with each process."
     with Stub(lambda prompt, attempt: f'ratings_by_pair={[[2, 1, 0]] * prompt.count("</tool_response>")}') as stub:
         judge = {'base_url': f'http://127.0.0.1:{stub.server.server_port}/v1', 'model': 'stub'}
-        settings = dict(method='outcome+judge/calls', options={'judge': judge}, model=str(root / 'data' / 'tiny_base'),
-                        questions_per_step=2, group_size=3, questions=20, dev_questions=2, test_questions=2,
-                        max_turns=3, turn_tokens=12, world={'size': 200}, threads=1, eval_every=1, track='')
+        settings = {**SHORT, 'method': 'outcome+judge/calls', 'options': {'judge': judge}, 'questions_per_step': 2,
+                    'eval_every': 1}
         folders = tmp_path / 'whole', tmp_path / 'parts', tmp_path / 'parts'
         for folder, steps in zip(folders, (3, 1, 3)):
             judges._judge_at.cache_clear()                                                    # another process
@@ -464,18 +449,20 @@ def test_a_run_that_is_resumed_counts_its_judge_as_a_whole_one(root, tmp_path):
 KEY = 'sk-a-key-that-nobody-may-see'
 
 
-def test_a_judges_key_is_sent_and_never_written(root, tmp_path, monkeypatch):
-    "All files of a run's folder are searched, those packed by gzip unpacked."
+def test_a_run_keeps_the_hash_of_its_judges_words_and_its_key_to_itself(tmp_path, monkeypatch):
+    """A stub grades every pair it is shown. The words of a file reach it, and their hash the summary; the key reaches it
+    too, and no file of the run's folder, those packed by gzip unpacked."""
     monkeypatch.setenv('JUDGE_KEY', KEY)
-    grades = lambda prompt, attempt: f'ratings_by_pair={[[2, 1, 0]] * prompt.count("</tool_response>")}'
+    (tmp_path / 'words.txt').write_text('Grade {pairs} for {question}.')
+    grades, lines = lambda prompt, attempt: f'ratings_by_pair={[[2, 1, 0]] * prompt.count("</tool_response>")}', []
     with Stub(grades) as stub:
         judge = {'base_url': f'http://127.0.0.1:{stub.server.server_port}/v1', 'model': 'stub', 'key_from': 'JUDGE_KEY'}
-        lines = []
-        run = train(dict(method='outcome+judge/calls', options={'judge': judge}, model=str(root / 'data' / 'tiny_base'),
-                         run=str(tmp_path / 'run'), steps=1, questions_per_step=2, group_size=3, questions=20,
-                         dev_questions=2, test_questions=2, max_turns=3, turn_tokens=12, world={'size': 200},
-                         threads=1), say=lines.append)
-    assert stub.requests and all(r['key'] == f'Bearer {KEY}' for r in stub.requests)
+        run = train({**SHORT, 'steps': 1, 'questions_per_step': 2, 'run': str(tmp_path / 'run'), 'options': {
+            'judge': judge, 'judge_prompt': str(tmp_path / 'words.txt')}, 'method': 'outcome+judge/calls'}, lines.append)
+    summary = json.loads((run / 'summary.json').read_text())
+    assert summary['judge_prompt_hashes'] == {'judge': prompt_hash('Grade {pairs} for {question}.')}
+    assert len(stub.requests) > 1 and all('Grade Pair 1' in r['messages'][0]['content'] for r in stub.requests[1:])
+    assert all(r['key'] == f'Bearer {KEY}' for r in stub.requests)
     files = [p for p in run.rglob('*') if p.is_file()]
     written = [gzip.decompress(p.read_bytes()) if p.suffix == '.gz' else p.read_bytes() for p in files]
     assert {'params.yaml', 'summary.json', 'turns.jsonl.gz'} <= {p.name for p in files}

@@ -17,9 +17,9 @@ from credit_rl import models
 from credit_rl.benchmarks import BENCHMARKS
 from credit_rl.datasets import MIXTURES, load_corpus, load_questions
 from credit_rl.engine import ScriptedEngine
-from credit_rl.evaluate import (_intervals, bootstrap_interval, compare_rows, evaluation_figure, evaluation_table, main,
-                                manifest_differences, NEAR, read_manifest, read_scores, replay_evaluation,
-                                run_evaluation, set_names, set_scores, Evaluation)
+from credit_rl.evaluate import (_intervals, bootstrap_interval, compare_rows, evaluation_figure, evaluation_table,
+                                main, manifest_differences, NEAR, read_manifest, read_scores, replay_evaluation,
+                                run_evaluation, set_names, Evaluation)
 from credit_rl.parameters import from_settings
 from credit_rl.metrics import cover_match, normalize
 from credit_rl.models import model_hashes
@@ -557,23 +557,6 @@ def test_a_call_where_nothing_is_searched_gets_an_error(tmp_path):
 
 
 # ---- numbers ----
-
-def row(em, hops, name='hotpotqa'):
-    return {
-        'dataset': name, 'hops': hops, 'em': em, 'cover_em': 1., 'f1': em, 'answer_rate': 1., 'turns': 2, 'calls': 1,
-        'tokens': 10, 'malformed': 0.
-    }
-
-
-def test_scores_by_hand():
-    s = set_scores([row(1., 2), row(0., 2), row(1., 4), row(1., 4)])
-    assert (s['score'], s['em'], s['cover_em'], s['tokens'], s['questions']) == (.75, .75, 1., 10., 4)
-    assert {h: (x['questions'], x['score'])
-            for h, x in s['by_hops'].items()} == {'2': (2, .5), '4':
-                                                  (2, 1.)}
-    assert s['by_hops']['4']['interval'] == pytest.approx([2 / (2 + 1.96 ** 2), 1])     # both right: Wilson's
-    alone = set_scores([row(1., None)])
-    assert alone['intervals'] == {} and alone['by_hops'] == {}  # one question says nothing about others
 
 
 @pytest.mark.parametrize('n, p', [(20, .5), (200, .1), (3000, .35)])

@@ -22,7 +22,7 @@ import torch
 import yaml
 
 from credit_rl import dry_run, prepare as preparing, setup as staging, step_metrics, train as training
-from credit_rl.diagnostics import before_after, training_curves
+from credit_rl.diagnostics import training_curves
 from credit_rl.estimate import kept_lengths, memory, read_sizes
 from credit_rl.export import read_policy
 from credit_rl.layout import pack
@@ -36,12 +36,10 @@ from credit_rl.runlog import (Journal, RunLog, latest_checkpoint, named_checkpoi
                               read_summary, read_turns, same_metrics)
 from credit_rl.settings import Config, make_config
 from credit_rl.setup import plan_of
-from credit_rl.step_metrics import is_kept
 from credit_rl.train import begin_run, main, train
 from credit_rl.trajectory import Group, Question, example_group, trajectory_from_json
 from credit_rl.view import show_rollout
 from credit_rl.vllm_engine import VLLMSettings
-from credit_rl.warmup import WarmupRollouts
 from made_runs import BASE, SHORT
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -973,15 +971,6 @@ def test_tokens_with_credit_of_every_step(tmp_path, method):
     assert table.trained_tokens[1] == expected > 0 and math.isnan(table.trained_tokens[0])
 
 
-def test_a_trajectory_of_weight_0_is_not_trained_on():
-    layout = pack([example_group()])
-    whole = Credit(layout.trained.float())
-    part = Credit(layout.trained.float(), trajectory_weight=torch.tensor([1., 0., .5]))
-    tokens = torch.zeros(3).long().index_add(0, layout.row_trajectory, layout.trained.sum(1))
-    assert step_metrics.credited_tokens(whole, layout) == int(tokens.sum())
-    assert step_metrics.credited_tokens(part, layout) == int(tokens[0] + tokens[2])
-
-
 def by_hand(rows):
     "Right, and a gold shown, of kept rollouts: the tiny world's names need no normalisation."
     trajectories = played(rows)
@@ -1013,17 +1002,7 @@ def test_outcome_and_process_of_every_step(tmp_path):
 
 
 def test_tool_rate_by_tier_where_tiers_are_known(tmp_path, monkeypatch, finished):
-    "From a warm-up's rollouts, or a question's own meta; without tiers nothing is logged."
-    group = example_group()
-    one = WarmupRollouts([group.question], torch.tensor([2]), [Group(group.question, group.trajectories[:1])],
-                    torch.tensor([3]), ['forced'])
-    one.save(tmp_path / 'rollouts-train.jsonl.gz')
-    tiers = step_metrics.known_tiers(str(tmp_path))
-    assert tiers == {(group.question.source, group.question.id): 2} and step_metrics.known_tiers(None) == {}
-    assert step_metrics.known_tiers(str(tmp_path / 'nowhere')) == {}
-    assert step_metrics.tier_rates([group], tiers) == {'tool_rate_tier_2': 1.}
-    assert step_metrics.tier_rates([group], {}) == {}
-
+    "Without tiers nothing is logged."
     rows = kept_rows(none := finished(**ALL, method='grpo'))
     assert not [name for name in read_metrics(none) if 'tier' in name]
     ids = [*dict.fromkeys(('tiny', t.question.id) for t in played(rows))]
@@ -1048,21 +1027,7 @@ def test_a_world_that_says_what_is_taught_sorts_its_questions_for_every_rule(tmp
     assert step_metrics.taught_tiers([example_group().question]) == {}
 
 
-def test_a_table_has_a_row_for_each_data_set(tmp_path):
-    RunLog(tmp_path).summary({'questions': 10, 'questions_by_set': {'nq': 6, 'gsm8k': 4},
-                              'base': {'em': .2, 'em_nq': 0., 'em_gsm8k': .5},
-                              'final': {'em': .5, 'em_nq': .5, 'em_gsm8k': .5}})
-    table = before_after(tmp_path)
-    assert table.questions.to_dict() == {'all': 10, 'gsm8k': 4, 'nq': 6} and table.gain['nq'] == .5
-
-
 # ---- logs that do not grow without bound ----
-
-def test_a_long_run_keeps_ever_fewer_steps_of_rollouts(tmp_path):
-    run = train({**SHORT, 'steps': 5, 'log_steps': 1, 'track': '', 'run': str(tmp_path / 'run')}, say=lambda line: None)
-    assert {row['step'] for row in read_turns(run) if row['kind'] == 'train'} == {1, 2, 4}
-    kept = [sum(is_kept(n, 500) for n in range(1, steps + 1)) for steps in (500, 2000, 10 ** 5)]
-    assert kept[:2] == [500, 1000] and kept[2] < 2500
 
 
 def test_a_teachers_period_counts_steps_that_teach_nothing(tmp_path, monkeypatch):

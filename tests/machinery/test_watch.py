@@ -1,5 +1,4 @@
 """A run is watched from its folder alone: before it begins, while it writes, when it is killed, when it has ended."""
-import gzip
 import io
 import json
 import os
@@ -12,7 +11,7 @@ import pytest
 
 from credit_rl.runlog import RunLog
 from credit_rl.trajectory import example_group, to_json
-from credit_rl.watch import NewestRollouts, Status, follow, main, read_status, screen, watch
+from credit_rl.watch import Status, follow, main, read_status, screen, watch
 
 ROOT = Path(__file__).resolve().parents[2]
 SUMMARY = {'final_em': .5, 'base_em': .25, 'questions': 600, 'best_step': 3, 'seconds': 150, 'steps': 3}
@@ -101,26 +100,6 @@ def test_an_ended_run_says_what_came_of_it(tmp_path):
     assert 'answer rate collapsed' in read_status(tmp_path / 'run').line
     log.summary({'questions': 3})                                        # of a warm-up
     assert read_status(tmp_path / 'run').line == 'ended'
-
-
-def member(*steps):
-    return gzip.compress(''.join(json.dumps({'step': s}) + '\n' for s in steps).encode())
-
-
-def test_rollouts_are_read_on_where_the_last_look_ended(tmp_path):
-    path, newest = tmp_path / 'turns.jsonl.gz', NewestRollouts(tmp_path, most=3)
-    path.write_bytes(member(1, 1) + member(2, 2))
-    assert [r['step'] for r in newest.read()] == [1, 2, 2] and newest.end == path.stat().st_size
-    with open(path, 'ab') as f: f.write(member(3)[:7])
-    assert [r['step'] for r in newest.read()] == [1, 2, 2]
-    path.write_bytes(member(1, 1) + member(2, 2) + member(3) + member(4))
-    assert [r['step'] for r in newest.read()] == [2, 3, 4]
-    longer = member(1) + member(*range(90, 400))                         # cut back to step 1, and longer than it was
-    assert len(longer) > newest.end
-    path.write_bytes(longer)
-    assert [r['step'] for r in newest.read()] == [397, 398, 399]
-    path.write_bytes(member(1) + b'no gzip' * 2000)
-    with pytest.raises(ValueError, match='damaged'): newest.read()
 
 
 def test_what_a_model_wrote_steers_no_terminal():
