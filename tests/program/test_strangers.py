@@ -326,8 +326,8 @@ BOMBS = {'rollouts': ('turns.jsonl.gz', lambda path: read_turns(path.parent), 25
          'a list of rows': ('rows.json.gz', lambda path: load_questions('musique', str(path), 'test'), 113)}
 
 
-@pytest.mark.parametrize('kind', [kind if kind in ('rollouts', 'rows') else pytest.param(kind, marks=pytest.mark.nightly)
-                                  for kind in BOMBS])
+@pytest.mark.parametrize('kind', [kind if kind in ('rollouts', 'rows') else
+                                  pytest.param(kind, marks=pytest.mark.nightly) for kind in BOMBS])
 def test_a_packed_file_that_inflates_is_refused_at_a_stated_size(tmp_path, kind):
     name, read, most = BOMBS[kind]
     first = gzip.compress(b'{"step": 0}\n') if name.startswith('turns') else b''
