@@ -407,7 +407,8 @@ REFUSED = {
     'cut-off sampling': (dict(top_p=0.9), 'top_p'), 'frozen sampling': (dict(temperature=0.0), 'temperature'),
     'unknown average': (dict(average='mean'), 'average'), 'unknown measurement': (dict(measure=['beliefs']), 'measure'),
     'unknown world': (dict(world={'sise': 200}), "'sise'"), 'impossible world': (dict(world={'size': 3}), 'size'),
-    'run folder below a file': (dict(run='below a file'), 'folder'), 'run folder is a file': (dict(run='file'), 'folder'),
+    'run folder below a file': (dict(run='below a file'), 'folder'),
+    'run folder is a file': (dict(run='file'), 'folder'),
     'run folder holds a run': (dict(run='begun'), 'resume=True'),
     'another run to resume': (dict(run='begun', resume=True), 'other parameters')}
 
@@ -427,8 +428,8 @@ def test_bad_input_is_refused_before_any_compute(idle, bad, tmp_path, name):
 
 
 @pytest.mark.parametrize('arguments, message', [
-    (['metod=grpo'], "'method'"), (['--params', 'nowhere.yaml'], 'nowhere.yaml'), (['--params', 'list.yaml'], 'wanted lines'),
-    (['steps=[1'], 'parsing')])
+    (['metod=grpo'], "'method'"), (['--params', 'nowhere.yaml'], 'nowhere.yaml'),
+    (['--params', 'list.yaml'], 'wanted lines'), (['steps=[1'], 'parsing')])
 def test_the_command_line_tells_mistakes_in_a_line(idle, tmp_path, monkeypatch, arguments, message):
     (tmp_path / 'params.yaml').write_text(yaml.safe_dump({'steps': 3}))
     (tmp_path / 'list.yaml').write_text('- steps')
