@@ -73,8 +73,6 @@ def test_what_has_no_dry_run_says_so_and_does_not_begin(start, tmp_path):
     assert not (tmp_path / 'run').exists()
 
 
-<<<<<<< HEAD
-=======
 def test_a_comparison_has_no_dry_run(tmp_path, monkeypatch):
     from credit_rl.compare import main
     monkeypatch.chdir(ROOT)
@@ -83,7 +81,6 @@ def test_a_comparison_has_no_dry_run(tmp_path, monkeypatch):
     assert not (tmp_path / 'runs').exists()
 
 
->>>>>>> main
 def test_threads_that_this_host_can_use_pass(monkeypatch):
     monkeypatch.setattr(os, 'cpu_count', lambda: 2)
     for threads in (None, 1, 16): launch.check_threads(threads)
