@@ -36,7 +36,7 @@ from credit_rl.diagnostics import competence_table, hop_table
 from credit_rl.launch import Ranks
 from credit_rl.learner import BadStep, Learner
 from credit_rl.metrics import benchmark_metric
-from credit_rl.models import load_model
+from credit_rl.models import load_model, load_tokenizer
 from credit_rl.outcome import outcome_rewards
 from credit_rl.rollout import rollout
 from credit_rl.prepare import calibration_pairs, gate_table, prepare
@@ -666,6 +666,57 @@ def test_random_rollouts_and_a_linear_head_for_the_matched_baseline(model, scrip
     assert run.value_start[1] != 0 and run.kl.dropna().iloc[0] >= 0
 
 
+def test_three_questions_in_ten_are_looked_up_in_another_corpus(spoken, rows, tmp_path, monkeypatch):
+    """`other_corpus` end to end: the programs of those questions find its passages, in both parts and under both
+    prompts that call; those of the others the set's own."""
+    path, corpus, code = rows('hotpotqa'), tmp_path / 'corpus.jsonl', 'print(search("river Ossel"))'
+    corpus.write_text(''.join(
+        json.dumps({'title': f'Elsewhere {i}', 'text': 'The river Ossel.'}) + '\n' for i in range(4)))
+    many = [{**row, '_id': f'{row["_id"]}-{n}', 'question': f'{row["question"]} [{n}]'}
+            for row in json.loads(Path(path).read_text()) for n in range(9)]             # a fifth of them is for dev
+    (path := tmp_path / 'many.json').write_text(json.dumps(many))
+    gold = {row['question']: row['answer'] for row in many}
+    def act(text, rng):
+        asked = next(q for q in gold if q in text)
+        # it knows every second one
+        if 'without tools' in text:
+            return f'\\boxed{{{gold[asked] if int(asked[1]) % 2 else "?"}}}' + byte_tokenizer().eos_token
+        if code not in text: return f'```python\n{code}\n```\n'
+        return '<context>as noted</context>' if 'as noted' not in text else '\\boxed{as noted}' + byte_tokenizer(
+        ).eos_token
+
+    monkeypatch.setattr(staging, 'HFEngine',
+                        lambda model, tokenizer, **limits: ScriptedEngine(act, tokenizer, max_length=12000))
+    settings = {k: v for k, v in REAL.items() if k not in ('steps', 'eval_every')} | {
+        'turn_tokens': 400, 'context_tokens': 200, 'questions': 20, 'dev_questions': 10, 'test_questions': 6
+    }
+    warm = prepare(
+        {
+            **settings, 'data': 'hotpotqa', 'path': str(path), 'model': spoken, 'collected': 'cold', 'must_pass': False,
+            'clusters': 2, 'other_corpus': str(corpus), 'run': str(tmp_path / 'warm')
+        }, say=lambda line: None)
+    for part in ('dev',):                                            # a cold critic is taught nothing
+        data, where = read_collected(warm / f'rollouts-{part}.jsonl.gz'), {}
+        for g, prompt in zip(data.groups, data.prompts):
+            seen = [turn.observation_text for turn in g.trajectories[0].turns if turn.call]
+            assert len(seen) == (prompt != 'direct')
+            for text in seen: where.setdefault(g.question.id, set()).add('Elsewhere' in text)
+        assert len(where) == len(data.questions) >= 8 and all(len(x) == 1 for x in where.values()) and sum(
+            x == {True} for x in where.values()) == round(.3 * len(where))
+    # tiers from a pool are those that the warm-up would play
+    pool = run_evaluation(
+        dict(model=spoken, data='hotpotqa', path=str(path), protocol='carl-direct', greedy=False, tries=2, turn_tokens=400,
+             max_tokens=12000, run=str(tmp_path / 'pool')), say=lambda line: None, progress=False,
+        engine=ScriptedEngine(act, load_tokenizer(spoken), max_length=12000))
+    given = {**settings, 'data': 'hotpotqa', 'path': str(path), 'model': spoken, 'collected': 'cold', 'must_pass': False,
+             'clusters': 2, 'other_corpus': str(corpus), 'pool': str(pool)}
+    again = read_collected(prepare({**given, 'run': str(tmp_path / 'pooled')}, say=lambda line: None) / 'rollouts-dev.jsonl.gz')
+    assert again.tier.tolist() == data.tier.tolist() and set(again.tier.tolist()) == {1, 2}
+    file = pool / 'hotpotqa' / 'manifest.json'
+    file.write_text(file.read_text().replace('"prompt_hash": "', '"prompt_hash": "0'))
+    with pytest.raises(ValueError, match='prompt'): prepare({**given, 'run': str(tmp_path / 'other')}, say=lambda line: None)
+
+
 MINILM = 'sentence-transformers/all-MiniLM-L6-v2'
 
 
@@ -721,7 +772,7 @@ def test_questions_are_clustered_by_the_named_model(model, scripted, tmp_path, m
             **WARM, 'model': model, 'collected': 'cold', 'must_pass': False, 'per_tier': 8, 'clusters': 2, 'embed':
             embed, 'run': str(tmp_path / 'warm')
         }, say=lambda line: None)
-    for part in ('train', 'dev'):
+    for part in ('dev',):
         data, pool = read_collected(warm / f'rollouts-{part}.jsonl.gz'), scripted[part].questions
         drawn = {
             t: sum(rare(q.text) for q, tier in zip(data.questions, data.tier.tolist()) if tier == t) for t in (1, 2)
@@ -729,8 +780,8 @@ def test_questions_are_clustered_by_the_named_model(model, scripted, tmp_path, m
         there = {t: sum(rare(q.text) for q in pool if q.meta['parametric'] == (t == 2)) for t in (1, 2)}
         if embed: assert drawn == {t: min(4, there[t]) for t in (1, 2)}
         else: assert drawn != {t: min(4, there[t]) for t in (1, 2)}
-    assert loaded == [(MINILM, False)] * 2 and [sorted(texts) for texts in asked] == [
-        sorted(q.text for q in scripted[part].questions) for part in ('train', 'dev')
+    assert loaded == [(MINILM, False)] and [sorted(texts) for texts in asked] == [
+        sorted(q.text for q in scripted[part].questions) for part in ('dev',)
     ] if embed else loaded == asked == []
 
 
