@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 from credit_rl.benchmarks import get_benchmark
 from credit_rl.evaluate import run_evaluation, summarize
 from credit_rl.parts import first_tokens
-from credit_rl.protocol import PROTOCOLS, Chat, prompt_hash
+from credit_rl.protocol import PROTOCOLS, Chat, byte_tokenizer, prompt_hash
 from credit_rl.runlog import RunLog, latest_checkpoint, read_metrics, read_turns, same_metrics
 from credit_rl.tiny import tiny_model, tiny_tokenizer
 from credit_rl.tools import PythonTool, SearchTool
