@@ -4,14 +4,18 @@
 
 # %% auto #0
 __all__ = ['parameter_shapes', 'complete', 'weights_place', 'make_transfer', 'EngineLost', 'rank_devices', 'VLLMSettings',
-           'check_vllm_settings', 'EngineChoice', 'VLLMEngine', 'check_adapter', 'save_adapter', 'logp_gap', 'sync_gap',
-           'sampler_weights']
+           'check_vllm_settings', 'EngineChoice', 'VLLMEngine', 'check_adapter', 'save_adapter', 'ServeSettings',
+           'Serving', 'ServedEngine', 'logp_gap', 'sync_gap', 'sampler_weights']
 
 # %% ../nbs/machinery/21_vllm_engine.ipynb #c003
-import contextlib, importlib.util, math, os, random, signal, subprocess, sys, tempfile, threading, time
+import contextlib, importlib.util, json, math, os, queue, random, re, signal, socket, subprocess, sys, tempfile, threading, time
+import warnings
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, fields
 import torch
-from .engine import FinishedTurn, SamplingParams, check_numbers, check_request, continue_prompts, stop_tokens
+from .engine import (FinishedTurn, SamplingParams, check_numbers, check_request, continue_prompts, seed_of,
+                              stop_tokens)
 from .launch import LAUNCHER
 from .models import end_ids
 from .options import SettingsGroup, setting
@@ -34,20 +38,19 @@ def _vllm_parameters(
     max_tokens,  # int >= 1
     stop_ids,    # ids that end a turn at once
 ):
-    "Say in vLLM's words how to sample one turn: `SamplingParams`. Ids go in and out; each step reports what is new."
-    # not from vllm itself, which looks its names up anew each time
-    from vllm.sampling_params import RequestOutputKind, SamplingParams
+    "Say in vLLM's words how to sample one turn: dict. Ids go in and out."
     own = dict(temperature=0.) if sampling.greedy else dict(temperature=sampling.temperature, top_p=sampling.top_p,
                                                             top_k=sampling.top_k)
-    return SamplingParams(**own, seed=seed, max_tokens=max_tokens, stop_token_ids=sorted(stop_ids), ignore_eos=True,
-                          logprobs=0, detokenize=False, output_kind=RequestOutputKind.DELTA,
-                          skip_clone=True)  # made for one turn: vLLM need not copy it
+    return dict(**own, seed=seed, max_tokens=max_tokens, stop_token_ids=sorted(stop_ids), ignore_eos=True, logprobs=0,
+                detokenize=False)
+
 
 # %% ../nbs/machinery/21_vllm_engine.ipynb #c014
 class _Row:
-    """One conversation: the ids submitted last, what was sampled since, how many ids it may have, and whether vLLM is
-    at work on it."""
-    def __init__(self, key): self.key, self.ids, self.new, self.logps, self.busy, self.held = key, [], [], [], False, []
+    """One conversation: the ids submitted last, what was sampled since, how many ids it may have, whether vLLM is at
+    work on it, and the server that it is with."""
+    def __init__(self, key):
+        self.key, self.ids, self.new, self.logps, self.busy, self.held, self.url = key, [], [], [], False, [], None
 
 def _reason(row, engine):
     "Why a turn ends with its newest id, or None if it goes on."
@@ -62,7 +65,7 @@ def _reason(row, engine):
 
 # %% ../nbs/machinery/21_vllm_engine.ipynb #c015
 class _VLLMStream:
-    """Conversations under way on a `VLLMEngine`: `submit` requests, iterate over batches (lists) of `FinishedTurn`,
+    """Conversations under way on one of the engines below: `submit` requests, iterate over batches (lists) of `FinishedTurn`,
     `release` what is over."""
 
     def __init__(self, engine, sampling):
@@ -87,29 +90,21 @@ class _VLLMStream:
         row.strings = self.sampling.stop if stop is None else tuple(stop)
         self.rows[key] = row
         self.entered += len(ids)
-        ends = self.engine.eos_ids | self.engine.stop_tokens(row.strings)[0]
-        self.engine.core.start(self, row, _vllm_parameters(self.sampling, seed, row.room, ends))
+        row.seed, row.ends = seed, self.engine.eos_ids | self.engine.stop_tokens(row.strings)[0]
+        self.engine.core.start(self, row)
 
-    def take(self, row, output):
-        """Write down what a step of vLLM brought for one conversation; end its turn where a rule says so. Raises
-        RuntimeError where vLLM ended it for another reason."""
-        new = output.outputs[0]
-        if not row.new: self.cached += output.num_cached_tokens or 0
-        for token, named in zip(new.token_ids, new.logprobs or []):
+    def take(self, row, tokens, logps):
+        "Write down what vLLM sampled for one conversation, up to where a rule ends its turn: whether one does."
+        for token, logp in zip(tokens, logps):
             row.new.append(token)
-            row.logps.append(named[token].logprob)
-            if math.isnan(row.logps[-1]): check_numbers(row.logps[-1:], self.engine.folder)
+            row.logps.append(logp)
+            if math.isnan(logp): check_numbers([logp], self.engine.folder)
             self.tokens += 1
-            reason = _reason(row, self.engine)
-            if reason: break
-        else:
-            if output.finished:
-                raise RuntimeError(f'vLLM ended conversation {row.key!r} after {len(row.new)} tokens, and no rule of '
-                                   f'ours did: {new.finish_reason}')
-            return
-        self.engine.core.stop(row, output.finished)
-        row.held = [*row.ids, *row.new]
-        self.done.append(FinishedTurn(row.key, row.new, row.logps, reason))
+            if reason := _reason(row, self.engine):
+                row.held = [*row.ids, *row.new]
+                self.done.append(FinishedTurn(row.key, row.new, row.logps, reason))
+                return True
+        return False
 
     def release(self, key):
         "Forget a conversation."
@@ -461,9 +456,14 @@ class _Core:
         self.adapter, self.adapters = None, 0          # the one in use; how many there were
         self.asleep, self.hollow = False, False        # whether memory is given away; whether weights are lost
 
-    def start(self, stream, row, parameters):
-        "Hand one turn to vLLM."
+    def start(self, stream, row):
+        "Hand one turn to vLLM. Each step reports what is new."
         from vllm.inputs.engine import tokens_input
+        # not from vllm itself, which looks its names up anew each time
+        from vllm.sampling_params import RequestOutputKind, SamplingParams as Parameters
+        how = _vllm_parameters(stream.sampling, row.seed, row.room, row.ends)
+        # made for one turn: vLLM need not copy it
+        parameters = Parameters(**how, output_kind=RequestOutputKind.DELTA, skip_clone=True)
         row.request, self.count = str(self.count), self.count + 1
         self.live[row.request] = stream, row
         with _heard('generate'):
@@ -480,12 +480,18 @@ class _Core:
         for _, row in list(self.live.values()): self.stop(row)
 
     def step(self):
-        "Let vLLM take one step and hand what is new to the streams."
+        """Let vLLM take one step and hand what is new to the streams. Raises RuntimeError where vLLM ended a turn that no
+        rule of ours ends."""
         with _heard('generate'): outputs = self.llm.step()
         for output in outputs:
-            if output.request_id in self.live:   # another may have been called off
-                stream, row = self.live[output.request_id]
-                stream.take(row, output)
+            if output.request_id not in self.live: continue   # it was called off
+            (stream, row), new = self.live[output.request_id], output.outputs[0]
+            if not row.new: stream.cached += output.num_cached_tokens or 0
+            logps = [named[token].logprob for token, named in zip(new.token_ids, new.logprobs or [])]
+            if stream.take(row, new.token_ids, logps): self.stop(row, output.finished)
+            elif output.finished:
+                raise RuntimeError(f'vLLM ended conversation {row.key!r} after {len(row.new)} tokens, and no rule of '
+                                   f'ours did: {new.finish_reason}')
 
     def goes_on(self, done, busy):
         "Whether to take another step before turns are handed over: not before they are a quarter of the busy ones."
@@ -542,23 +548,16 @@ def _read_folder(folder):
     except OSError: eos = config.eos_token_id   # the folder has no generation_config.json
     return eos, getattr(config, 'max_position_embeddings', None), config.vocab_size
 
-# %% ../nbs/machinery/21_vllm_engine.ipynb #c042
-class VLLMEngine:
-    "Generate with vLLM: the interface of `HFEngine`. `load` brings the learner's weights."
+# %% ../nbs/machinery/21_vllm_engine.ipynb #x043
+class _VLLMTurns:
+    "What `VLLMEngine` and `ServedEngine` have in common. `core` is who samples: a `_Core` or `_Servers`."
 
-    def __init__(self, folder, tokenizer,  # a Hugging Face folder or name, and its tokenizer (`load_tokenizer`)
-                 max_length=4096,     # most ids in a conversation
-                 max_rows=256,        # most conversations at once; others wait
-                 settings=None):      # VLLMSettings; None: its defaults
+    def __init__(self, folder, tokenizer, max_length, max_rows):
         if tokenizer is None: raise ValueError('an engine needs a tokenizer, to see where stop strings end')
-        self.settings = settings = VLLMSettings() if settings is None else settings
-        self.folder, self.send, self.tokenizer, self._tables = str(folder), settings.sender(), tokenizer, {}
+        self.folder, self.tokenizer, self.max_rows, self._tables = str(folder), tokenizer, max_rows, {}
         self.shapes, self.shared = parameter_shapes(folder)
         eos, positions, self.vocabulary = _read_folder(folder)
         self.eos_ids, self.max_length = end_ids(eos, tokenizer), min(max_length, positions or max_length)
-        self.llm = _start_vllm(folder, _engine_arguments(settings, self.max_length, max_rows), settings.own_process,
-                              settings.devices)
-        self.core, self.max_rows = _Core(self.llm, settings.own_process), max_rows
         self.kept = None   # the `_VLLMStream` of kept conversations
 
     hollow = property(lambda self: self.core.hollow)   # whether a sleep cost the weights, so that `load` must follow
@@ -591,6 +590,31 @@ class VLLMEngine:
         named, self.kept = complete(named, self.shapes, self.shared), None
         self.core.take_weights(self.send, named)
 
+    def sleep(self):
+        """Free what a learner on the same device could use: conversations and cached prefixes, and memory at
+        `sleep_level` 1 or 2 (vLLM on CUDA or ROCm)."""
+        self.kept = None
+        self.core.sleep(self.settings.sleep_level)
+
+    def wake(self):
+        "Take memory back; after a sleep at level 2 `load` must follow."
+        self.core.wake()
+
+
+# %% ../nbs/machinery/21_vllm_engine.ipynb #c042
+class VLLMEngine(_VLLMTurns):
+    "Generate with vLLM: the interface of `HFEngine`. `load` brings the learner's weights."
+
+    def __init__(self, folder, tokenizer,  # a Hugging Face folder or name, and its tokenizer (`load_tokenizer`)
+                 max_length=4096,     # most ids in a conversation
+                 max_rows=256,        # most conversations at once; others wait
+                 settings=None):      # VLLMSettings; None: its defaults
+        super().__init__(folder, tokenizer, max_length, max_rows)
+        self.settings = settings = VLLMSettings() if settings is None else settings
+        self.send, own = settings.sender(), settings.own_process
+        self.llm = _start_vllm(folder, _engine_arguments(settings, self.max_length, max_rows), own, settings.devices)
+        self.core = _Core(self.llm, own)
+
     by_file = property(lambda self: self.send is _by_file)   # whether weights come as a file, which several can read
 
     def write(self, named, folder):
@@ -609,16 +633,6 @@ class VLLMEngine:
             raise ValueError("this engine takes no adapters: start it with arguments={'enable_lora': True}")
         self.kept = None
         self.core.take_adapter(folder)
-
-    def sleep(self):
-        """Free what a learner on the same device could use: conversations and cached prefixes, and memory at
-        `sleep_level` 1 or 2 (vLLM on CUDA or ROCm)."""
-        self.kept = None
-        self.core.sleep(self.settings.sleep_level)
-
-    def wake(self):
-        "Take memory back; after a sleep at level 2 `load` must follow."
-        self.core.wake()
 
     def close(self):
         "Stop vLLM, dead or alive, and give back what it held."
@@ -652,6 +666,369 @@ def save_adapter(
     from safetensors.torch import save_file
     save_file(saved, os.path.join(folder, 'adapter_model.safetensors'))
     LoraConfig(task_type='CAUSAL_LM', **settings).save_pretrained(folder)
+
+# %% ../nbs/machinery/21_vllm_engine.ipynb #sv02
+class _ServerLost(Exception): "A server that does not answer, fails, or has other weights than the run."
+
+class _Servers:
+    "vLLM's servers at work, as a `_Core`: the turns that they have open, which of them live, and their weights' label."
+
+    def __init__(self, urls,
+                 seconds=1800.):   # most that an answer may take
+        from requests import Session
+        from requests.adapters import HTTPAdapter
+        self.urls, self.seconds, self.session = [url.rstrip('/') for url in urls], seconds, Session()
+        self.session.trust_env = False
+        self.session.mount('http://', HTTPAdapter(pool_maxsize=1024))
+        # the living; (stream, row) by request, and how many each server has; what came back: (request, url, answer)
+        self.alive, self.live, self.open, self.finished = list(self.urls), {}, Counter(), queue.SimpleQueue()
+        self.name, self.count, self.version = os.urandom(4).hex(), 0, 0
+        self.asleep, self.hollow = False, False        # as of `_Core`
+
+    label = property(lambda self: f'{self.name}-{self.version}')   # no other run's, and no server's that began anew
+
+    def ask(self, url, path, body=None, get=False, seconds=None):
+        """What a server answers: dict. Raises _ServerLost where it does not answer or fails, RuntimeError where it
+        refuses."""
+        from requests import ConnectionError, RequestException
+        for again in (True, False):              # a connection that was kept may have been closed meanwhile
+            try:
+                answer = self.session.request('GET' if get else 'POST', f'{url}/{path}', json=body,
+                                              timeout=seconds or self.seconds)
+                if answer.status_code == 200: return answer.json() if answer.content else {}
+                break
+            except RequestException as e:
+                if not (again and isinstance(e, ConnectionError)): raise _ServerLost(f'{type(e).__name__} ({e})') from e
+        said = f'{path} was answered with {answer.status_code}: {answer.text[:500]}'
+        if answer.status_code >= 500: raise _ServerLost(said)
+        raise RuntimeError(f'{url}/{said}; start the server with --enable-scale-out and VLLM_SERVER_DEV_MODE=1')
+
+    def tell(self, function):
+        "Call a function of a url for all that live, at once. Raises EngineLost where this loses the last."
+        def told(url):
+            try: function(url)
+            except _ServerLost as e: return e
+        urls = list(self.alive)
+        with ThreadPoolExecutor(max(1, len(urls))) as pool: found = list(pool.map(told, urls))
+        for url, lost in zip(urls, found):
+            if lost: self.lose(url, lost)
+
+    def lose(self, url, why):
+        "Ask a server nothing more until weights come. Raises EngineLost where no other lives."
+        if url not in self.alive: return
+        self.alive.remove(url)
+        if not self.alive:
+            raise EngineLost(f"none of vLLM's servers ({', '.join(self.urls)}) is left, the last one was lost by: {why}; "
+                             'nothing of the learner is lost: start again from the last checkpoint')
+        warnings.warn(f'{url} is lost: {why}. What it has open is asked elsewhere; it comes back with the next weights')
+
+    def start(self, stream, row):
+        "Ask for a turn, or for the rest of one, in a thread of its own."
+        if row.url not in self.alive: row.url = min(self.alive, key=lambda url: self.open[url])
+        row.request, self.count, row.busy = f'{self.name}-{self.count}', self.count + 1, True
+        self.live[row.request] = stream, row
+        self.open[row.url] += 1
+        how = _vllm_parameters(stream.sampling, seed_of(row.seed, len(row.new)) if row.new else row.seed,
+                               row.room - len(row.new), row.ends)
+        surely, may = stream.engine.stop_tokens(row.strings)
+        if may > surely: how |= {'stop': row.strings, 'detokenize': True, 'include_stop_str_in_output': True,
+                                 'skip_special_tokens': False, 'spaces_between_special_tokens': False}
+        body = {'request_id': row.request, 'token_ids': [*row.ids, *row.new], 'sampling_params': how}
+        threading.Thread(target=self._turn, args=(row.request, row.url, body), daemon=True).start()
+
+    def _turn(self, request, url, body):
+        try:
+            said = self.ask(url, 'inference/v1/generate', body)['choices'][0]
+            found = {span['version'] for span in said.get('weight_versions') or ()}
+            if found - {self.label} or bool(said['token_ids']) > bool(found):
+                raise _ServerLost(f'it has weights of the version {", ".join(found) or None}, the run {self.label}')
+        except Exception as e: said = e                # raised where it is waited for
+        self.finished.put((request, url, said))
+
+    def step(self):
+        "Wait for an answer and hand it to its stream. What was lost is asked elsewhere, what goes on is asked on."
+        request, url, said = self.finished.get()
+        if request not in self.live: return            # it was called off
+        stream, row = self.live[request]
+        self.stop(row, True)
+        if isinstance(said, _ServerLost):
+            self.lose(url, said)
+            stream.tokens -= len(row.new)
+            row.new, row.logps = [], []
+        elif isinstance(said, Exception): raise said
+        else:
+            tokens = said['token_ids'] or []
+            logps = [entry['logprob'] for entry in said['logprobs']['content']] if tokens else []
+            if stream.take(row, tokens, [x if x > -9999 else math.nan for x in logps]): return      # what JSON can't say
+            if not tokens: raise RuntimeError(f'{url} gave no token of a turn: it ended by {said.get("finish_reason")!r}')
+        self.start(stream, row)
+
+    def stop(self, row, finished=False):
+        "Take a conversation's request out; call it off if its server has not finished it."
+        row.busy = False
+        del self.live[row.request]
+        self.open[row.url] -= 1
+        def call_off(url=row.url, ids=[f'generate-tokens-{row.request}']):
+            with contextlib.suppress(_ServerLost): self.ask(url, 'abort_requests', {'request_ids': ids}, seconds=10)
+        if not finished and row.url in self.alive: threading.Thread(target=call_off, daemon=True).start()
+
+    def clear(self):
+        "Call off what is under way."
+        for _, row in list(self.live.values()): self.stop(row)
+
+    def goes_on(self, done, busy):
+        "Whether there are more answers before turns are handed over."
+        return not self.finished.empty()
+
+    def check(self, folder, shapes, max_length):
+        "Refuse servers that cannot be reached, or serve another model or a shorter one. Raises ConnectionError, ValueError."
+        for url in self.urls:
+            try:
+                self.ask(url, 'health', get=True, seconds=10)
+                (model, *_) = self.ask(url, 'v1/models', get=True, seconds=10)['data']
+            except _ServerLost as e: raise ConnectionError(f'{url} is no vLLM server that answers: {e}') from e
+            root, most = model['root'], model['max_model_len']
+            if os.path.isdir(root) and parameter_shapes(root)[0] != shapes:
+                raise ValueError(f'{url} serves {root}, whose weights have other shapes than those of {folder}')
+            if most < max_length:
+                raise ValueError(f'{url} serves conversations of {most} ids, wanted {max_length}: start it with '
+                                 f'--max-model-len {max_length}')
+
+    def take_weights(self, send, named):
+        """Let `send` bring weights to all servers, those that were lost too, while they stand still; forget cached
+        prefixes. Raises RuntimeError where a server does not say that it has them."""
+        self.clear()
+        self.alive = list(self.urls)
+        self.tell(lambda url: self.ask(url, 'health', get=True, seconds=10))
+        self.wake()
+        self.tell(lambda url: self.ask(url, 'pause?mode=keep'))
+        send(self, named)
+        self.version += 1
+        self.tell(self.go_on)
+        self.hollow = False
+
+    def go_on(self, url):
+        "Let a server sample with the weights that it has, under their label. Raises RuntimeError as `take_weights`."
+        if not self.ask(url, 'reset_prefix_cache?reset_running_requests=true').get('success'):
+            raise RuntimeError(f'{url} kept its prefix cache, which belongs to the old weights')
+        self.ask(url, 'update_weight_version', {'new_version': self.label})
+        self.ask(url, 'resume')
+        if (found := self.ask(url, 'weight_info', get=True).get('weight_version')) != self.label:
+            raise RuntimeError(f'{url} has weights of the version {found}, not {self.label}, which it was just given: does '
+                               'another run use it?')
+
+    def sleep(self, level):
+        "Call everything off, and free the servers' memory at level 1 or 2."
+        self.clear()
+        if level: self.tell(lambda url: self.ask(url, f'sleep?level={level}'))
+        self.asleep, self.hollow = level > 0, level == 2
+
+    def wake(self):
+        "Take memory back."
+        if self.asleep: self.tell(lambda url: self.ask(url, 'wake_up'))
+        self.asleep = False
+
+
+# %% ../nbs/machinery/21_vllm_engine.ipynb #sv04
+def _file_to(place):
+    "A sender of weights by a file in a folder that the servers see (None: a temporary one)."
+    def send(servers, named):
+        with tempfile.TemporaryDirectory(dir=place) as folder:
+            _write_weights(named, folder)
+            read = {'method': 'reload_weights', 'kwargs': {'weights_path': folder}}
+            servers.tell(lambda url: servers.ask(url, 'collective_rpc', read))
+    return send
+
+class _Broadcast:
+    "vLLM's sender by NCCL, from this GPU to those of all servers that live. A lost one leaves, and with it the group."
+    def __init__(self): self.members, self.sender, self.named = None, None, {}
+
+    def __call__(self, servers, named):
+        self.named = named
+        if self.members != servers.alive: self._meet(servers)
+        self.sender.send_weights()
+        self.named = {}
+
+    def _meet(self, servers):
+        from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
+        from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
+        from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
+        outer = self
+        class Source(WeightSource):
+            def metadata(self): return [ParamMeta(n, t.dtype, tuple(t.shape)) for n, t in outer.named.items()]
+            def __iter__(self): return ((n, t.cuda()) for n, t in outer.named.items())
+        class Client:
+            "As vLLM's own of this kind, for several servers: each has ranks of its own in the group."
+            def __getattr__(self, route):
+                names = {'init_weight_transfer_engine': 'init_info', 'update_weights': 'update_info'}
+                def told(info=None):
+                    def ask(url):
+                        mine = {**info, 'rank_offset': first[url]} if route == 'init_weight_transfer_engine' else info
+                        servers.ask(url, route, mine and {names[route]: mine})
+                    servers.tell(ask)
+                return told
+        if self.sender: Client().shutdown_weight_transfer_engine()
+        first, ranks = {}, 1
+        for url in servers.alive:
+            first[url], ranks = ranks, ranks + servers.ask(url, 'get_world_size', get=True)['world_size']
+        local = all(_is_loopback(url) for url in servers.urls)
+        host = '127.0.0.1' if local else socket.gethostbyname(socket.gethostname())
+        where = NCCLTrainerInitInfo(host, _free_port(), ranks, rank=0)
+        self.sender = WeightTransferTrainerFactory.trainer_init(where, client=Client(), source=Source())
+        self.members = list(servers.alive)
+
+def _is_loopback(url): return bool(re.match(r'https?://(127\.|localhost|\[::1\])', url))
+
+def _free_port():
+    with socket.socket() as s:
+        s.bind(('127.0.0.1', 0))
+        return s.getsockname()[1]
+
+
+# %% ../nbs/machinery/21_vllm_engine.ipynb #sv05
+@dataclass(frozen=True)
+class ServeSettings:
+    "How vLLM's servers are started on this host, and what they get. Raises ValueError on what contradicts itself."
+    gpus: str = None               # '4-7' or '4,5', by number among those that this process sees; None: no GPU
+    tensor_parallel_size: int = 1  # GPUs of a server
+    replicas: int = None           # servers; None: as many as the GPUs hold, without them 1
+    sleep_level: int = 0           # as of VLLMSettings, for servers on the learner's own GPUs
+    transfer: str = None           # 'nccl' or 'file'; None: nccl where this process has a GPU
+    seconds: float = 600.          # most that servers may take to start
+    dtype: str = 'auto'            # as of VLLMSettings
+    arguments: dict = field(default_factory=dict, hash=False)  # vLLM's, further ones: {'gpu_memory_utilization': .8}
+
+    def __post_init__(self):
+        size, gpus = self.tensor_parallel_size, self.devices
+        if self.replicas is None: object.__setattr__(self, 'replicas', max(1, len(gpus) // size))
+        if size < 1 or self.replicas < 1:
+            raise ValueError(f'tensor_parallel_size and replicas must be at least 1, got {size} and {self.replicas}')
+        if size * self.replicas > max(len(gpus), 0 if gpus else self.replicas):
+            raise ValueError(f'serve has {len(gpus)} GPUs (gpus={self.gpus!r}), but {self.replicas} servers of '
+                             f'tensor_parallel_size={size} take {size * self.replicas}')
+        if self.sleep_level not in (0, 1, 2): raise ValueError(f'sleep_level must be 0, 1 or 2, got {self.sleep_level}')
+        if self.transfer not in (None, 'nccl', 'file'):
+            raise ValueError(f"transfer must be 'nccl' or 'file', got {self.transfer!r}")
+        if ours := [n for n in (*_OURS, 'tensor_parallel_size', 'host', 'port') if n in self.arguments]:
+            raise ValueError(f'arguments hold what vLLM is told besides; {", ".join(ours)} is set here')
+
+    @property
+    def devices(self):
+        "The GPUs by their numbers: list of str. Raises ValueError on what is neither '4-7' nor '4,5'."
+        found = []
+        for part in str(self.gpus).replace(' ', '').split(',') if self.gpus is not None else ():
+            ends = re.fullmatch(r'(\d+)(?:-(\d+))?', part)
+            if not ends: raise ValueError(f"gpus are numbers such as '4-7' or '4,5', got {self.gpus!r}")
+            found += map(str, range(int(ends[1]), int(ends[2] or ends[1]) + 1))
+        return found
+
+    def commands(self, folder, max_length, max_rows):
+        "How each server is started, but for its port: list of (environment that is set, list of words)."
+        words = []
+        for name, value in {'model': str(folder), 'host': '127.0.0.1', 'enable_scale_out': True,
+                            'logprobs_mode': 'processed_logprobs', 'generation_config': 'vllm',
+                            'tensor_parallel_size': self.tensor_parallel_size,
+                            **({'weight_transfer_config': {'backend': 'nccl'}} if self.by_nccl else {}),
+                            **_engine_arguments(self, max_length, max_rows)}.items():
+            flag = name.replace('_', '-')
+            if isinstance(value, bool): words.append(f'--{flag}' if value else f'--no-{flag}')
+            else: words += [f'--{flag}', json.dumps(value) if isinstance(value, dict) else str(value)]
+        size, gpus, seen = self.tensor_parallel_size, self.devices, os.environ.get('CUDA_VISIBLE_DEVICES')
+        mine = [','.join(gpus[i * size:(i + 1) * size]) for i in range(self.replicas)]
+        return [({'VLLM_SERVER_DEV_MODE': '1', **({'CUDA_VISIBLE_DEVICES': _visible_devices(own, seen)} if own else {})},
+                 [sys.executable, '-m', 'vllm.entrypoints.openai.api_server', *words]) for own in mine]
+
+    by_nccl = property(lambda self: (self.transfer or ('nccl' if torch.cuda.is_available() else 'file')) == 'nccl')
+
+
+# %% ../nbs/machinery/21_vllm_engine.ipynb #sv08
+_WATCHED = """
+import os, signal, subprocess, sys, time
+server = subprocess.Popen(sys.argv[2:])
+while server.poll() is None and os.getppid() == int(sys.argv[1]): time.sleep(.2)
+os.killpg(0, signal.SIGKILL)
+"""
+
+class Serving:
+    "vLLM's servers on this host, started here. They end with `close`, and with this process."
+
+    def __init__(self, commands,  # as `ServeSettings.commands` gives them
+                 folder,          # for their logs
+                 seconds=600.):   # most that they may take to start
+        self.begun = {}
+        self.commands = {f'http://127.0.0.1:{port}': (around, [*words, '--port', str(port)])
+                         for (around, words), port in zip(commands, iter(_free_port, None))}
+        self.urls, self.folder = list(self.commands), str(folder)
+        os.makedirs(folder, exist_ok=True)
+        try:
+            self.revive()
+            self._wait(time.monotonic() + seconds)
+        except BaseException:
+            self.close()
+            raise
+
+    def _log(self, url): return os.path.join(self.folder, f'server-{self.urls.index(url)}.log')
+
+    def revive(self):
+        "Start those that do not run."
+        cpu = {} if torch.cuda.is_available() else {'VLLM_CPU_KVCACHE_SPACE': '1', 'VLLM_CPU_OMP_THREADS_BIND': 'nobind'}
+        kept = {n: v for n, v in os.environ.items() if n not in LAUNCHER}
+        for url, (around, words) in self.commands.items():
+            if url in self.begun and self.begun[url].poll() is None: continue
+            with open(self._log(url), 'ab') as log:
+                self.begun[url] = subprocess.Popen(
+                    [sys.executable, '-c', _WATCHED, str(os.getpid()), *words], start_new_session=True, stdout=log,
+                    stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env={**cpu, **kept, **around})
+
+    def _wait(self, until):
+        import requests
+        for url in self.urls:
+            while True:
+                with contextlib.suppress(requests.RequestException):
+                    if requests.get(f'{url}/health', timeout=10).status_code == 200: break
+                over = self.begun[url].poll() is not None
+                if over or time.monotonic() > until:
+                    with open(self._log(url), errors='replace') as log: said = ''.join(log.readlines()[-15:])
+                    raise EngineLost(f'a server of vLLM {"ended" if over else "did not answer in time"} while it was to '
+                                     f'start; {self._log(url)} ends with:\n{said}')
+                time.sleep(.5)
+
+    def close(self):
+        "End them, and what they began."
+        for process in self.begun.values():
+            with contextlib.suppress(ProcessLookupError): os.killpg(process.pid, signal.SIGKILL)
+            process.wait(60)
+
+
+# %% ../nbs/machinery/21_vllm_engine.ipynb #sv09
+class ServedEngine(_VLLMTurns):
+    """Generate with vLLM's own servers: the interface of `HFEngine`. `load` brings the learner's weights to all. Raises
+    ConnectionError where one can't be reached, ValueError where it serves another model."""
+
+    def __init__(self, folder, tokenizer,  # of the model that the learner began with
+                 urls,                # of the servers; none: of a rank that does not play
+                 max_length=4096,     # most ids in a conversation
+                 max_rows=256,        # most conversations at once on a server; others wait there
+                 settings=None,       # ServeSettings: how weights get across, and what a sleep frees
+                 place=None,          # folder that the servers' hosts see, for weights as a file
+                 serving=None):       # Serving, where they were started for this engine, which ends them
+        super().__init__(folder, tokenizer, max_length, max_rows)
+        self.settings, self.core, self.serving = settings or ServeSettings(), _Servers(urls), serving
+        self.core.check(folder, self.shapes, self.max_length)
+        self.core.tell(self.core.go_on)
+        place = weights_place() if all(map(_is_loopback, urls)) else place
+        self.send = _Broadcast() if self.settings.by_nccl else _file_to(place)
+
+    def load(self, named):
+        "As that of `VLLMEngine`. Servers that were started here and ended are started again, for a later transfer."
+        if self.serving: self.serving.revive()
+        if self.core.urls: super().load(named)
+
+    def close(self):
+        "Call off what is under way, and end the servers that were started for this engine."
+        self.core.clear()
+        if self.serving: self.serving.close()
+
 
 # %% ../nbs/machinery/21_vllm_engine.ipynb #c055
 def logp_gap(
