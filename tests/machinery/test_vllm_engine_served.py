@@ -1,7 +1,8 @@
 """vLLM's own servers, by fake ones (tests/tools/fake_vllm.py): who is asked, what a death costs, whose weights sample."""
 import contextlib
 import copy
-import math
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -15,8 +16,10 @@ from credit_rl.engine import HFEngine, SamplingParams
 from credit_rl.models import load_model
 from credit_rl.protocol import PROTOCOLS, Chat
 from credit_rl.rollout import rollout
+from credit_rl.runlog import read_metrics, read_turns, same_metrics
 from credit_rl.tiny import tiny_environment
-from credit_rl.vllm_engine import EngineLost, ServedEngine, ServeSettings, sync_gap
+from credit_rl.train import train
+from credit_rl.vllm_engine import EngineLost, ServedEngine, ServeSettings, Serving, sync_gap
 from credit_rl.world import make_world
 
 TURN = SamplingParams(max_tokens=12)
@@ -73,13 +76,15 @@ def moved(model):
 def test_games_of_two_servers_are_one_engines_and_a_conversation_stays_where_it_is(base, games, alone):
     with served(base, {}, {}) as (engine, *servers):
         assert games(engine) == alone[0]
-        first, second = map(turns, servers)
-        begun = [ids for ids in first + second if not any(ids[:len(x)] == x != ids for x in first + second)]
-        assert len(begun) == 12 and abs(len([x for x in begun if x in first]) - 6) <= 1
-        for own, other in ((first, second), (second, first)):
-            later = [ids for ids in own if ids not in begun]
-            # a conversation's earlier turn has more in common with it than the prompt, which other attempts share
-            assert later and all(any(ids[:len(x)] == x for x in own) for ids in later)
+        before, stream, again = [len(turns(s)) for s in servers], engine.stream(TURN), set()
+        for i in range(6): stream.submit(i, [10 + i, 11])
+        for batch in stream:
+            for f in batch:
+                if f.key in again: stream.release(f.key)
+                else: stream.submit(f.key, [10 + f.key, 11, *f.ids, 9], seed=7)
+                again.add(f.key)
+        first, second = ([ids[0] for ids in turns(s)[n:]] for s, n in zip(servers, before))
+        assert len(first) == len(second) == 6 and len(set(first)) == len(set(second)) == 3 and not set(first) & set(second)
 
 
 def test_a_turn_that_a_server_ends_early_is_asked_on(base, games, alone):
@@ -144,7 +149,7 @@ def test_what_is_given_up_is_called_off(base):
 
 
 def test_servers_that_cannot_serve_are_refused(base, tmp_path, monkeypatch):
-    with pytest.raises(ConnectionError, match='health'): ServedEngine(base[2], base[1], ['http://127.0.0.1:9'])
+    with pytest.raises(ConnectionError, match='answers'): ServedEngine(base[2], base[1], ['http://127.0.0.1:9'])
     from transformers import Qwen2Config, Qwen2ForCausalLM
     Qwen2ForCausalLM(Qwen2Config(vocab_size=20, hidden_size=8, intermediate_size=8, num_hidden_layers=1,
                                  num_attention_heads=2, num_key_value_heads=1)).save_pretrained(tmp_path)
@@ -156,3 +161,90 @@ def test_servers_that_cannot_serve_are_refused(base, tmp_path, monkeypatch):
     engine = ServedEngine(base[2], base[1], [server.url], max_length=192)
     with pytest.raises(ValueError, match='NaN'): engine.generate([[10]], TURN)
     server.close()
+
+
+# ---- servers that are started ----
+
+SERVES = """
+import http.server, os, sys
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self): self.send_response(200); self.end_headers()
+    def log_message(self, *given): pass
+print(os.getpid(), flush=True)
+http.server.HTTPServer(('127.0.0.1', int(sys.argv[-1])), Handler).serve_forever()
+"""
+STARTS = """
+import sys
+from credit_rl.vllm_engine import Serving
+serving = Serving([({}, [sys.executable, '-c', sys.argv[1]])] * 2, sys.argv[2])
+print('there', flush=True)
+sys.stdin.read()
+"""
+
+
+def gone(pids, seconds=30):
+    until = time.monotonic() + seconds
+    while any(map(runs, pids)) and time.monotonic() < until: time.sleep(.05)
+    return not any(map(runs, pids))
+
+
+def test_servers_end_with_the_process_that_started_them(root, tmp_path):
+    process = subprocess.Popen([sys.executable, '-c', STARTS, SERVES, str(tmp_path)], cwd=root, stdin=subprocess.PIPE,
+                               stdout=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == 'there\n'
+    pids = [int((tmp_path / f'server-{i}.log').read_text()) for i in range(2)]
+    assert all(map(runs, pids))
+    process.kill()
+    process.communicate()
+    assert gone(pids)
+
+
+def test_a_server_that_ended_is_started_again_and_one_that_cannot_start_says_why(tmp_path):
+    serving = Serving([({}, [sys.executable, '-c', SERVES])], tmp_path, 60)
+    try:
+        first, urls = int((tmp_path / 'server-0.log').read_text()), serving.urls
+        os.kill(first, signal.SIGKILL)
+        serving.begun[urls[0]].wait(30)
+        serving.revive()
+        serving.wait(60)
+        second = int((tmp_path / 'server-0.log').read_text().split()[1])
+        assert serving.urls == urls and runs(second) and not runs(first)
+    finally: serving.close()
+    assert gone([second])
+    with pytest.raises(EngineLost, match='no room'):
+        Serving([({}, [sys.executable, '-c', 'raise SystemExit("no room")'])], tmp_path, 60)
+    with pytest.raises(EngineLost, match='in time'):
+        Serving([({}, [sys.executable, '-c', 'import time; time.sleep(60)'])], tmp_path, 1)
+
+
+# ---- runs ----
+
+RUN = dict(steps=3, eval_every=3, questions_per_step=4, group_size=2, questions=50, dev_questions=4, test_questions=4,
+           max_turns=3, turn_tokens=12, kl=.01, world={'size': 200}, threads=1, track='', correction='truncated', gap=10.,
+           log_rollouts=4, learning_rate=5e-4, ahead=2, ranks=2, learner='deepspeed', stage=3)
+
+
+def test_two_ranks_learn_two_steps_off_from_what_two_servers_play(base, tmp_path):
+    "The first rank plays for both: the games of a run that plays by its own model, whose ranks share them."
+    pytest.importorskip('deepspeed')
+    servers = [FakeServer(base[2]) for _ in range(2)]
+    settings = {**RUN, 'model': str(base[2])}
+    train({**settings, 'run': str(tmp_path / 'own')}, say=lambda line: None)
+    train({**settings, 'engine': 'served', 'servers': [s.url for s in servers], 'run': str(tmp_path / 'served')},
+          say=lambda line: None)
+    for server in servers: server.close()
+    assert read_metrics(tmp_path / 'served').stale.dropna().tolist() == [0, 2, 4]
+    assert [line for line in same_metrics(tmp_path / 'own', tmp_path / 'served', 1e-3) if 'grad_norm' not in line] == []
+    said = [[turn['action_ids'] for row in read_turns(tmp_path / name) for turn in row['trajectory']['turns']]
+            for name in ('own', 'served')]
+    assert said[0] == said[1] and all(len(turns(server)) > 50 for server in servers)
+
+
+def test_a_dry_run_says_which_servers_it_would_start_or_ask(base, tmp_path, monkeypatch):
+    from credit_rl import settings as settings_
+    monkeypatch.setattr(settings_, 'check_served', lambda *given: None)                 # vLLM need not be installed
+    said, common = [], {**RUN, 'model': str(base[2]), 'engine': 'served', 'dry_run': True, 'tflops': .1,
+                        'run': str(tmp_path / 'run')}
+    train({**common, 'serve': {'replicas': 2}}, say=said.append)
+    assert sum(line.startswith('starts a server of vLLM') and '--enable-scale-out' in line for line in said) == 2
+    with pytest.raises(ValueError, match='answers'): train({**common, 'servers': ['http://127.0.0.1:9']}, say=said.append)
