@@ -593,8 +593,8 @@ def read_memory(path):
     return memory, read_ahead(Path(path)/AHEAD_FILE)
 
 # %% ../nbs/5_run/63_train.ipynb #c072
-MAY_CHANGE = ('steps', 'resume', 'run', 'threads', 'eval_every', 'track', 'measure', 'hosts.file', 'hosts.count',
-              'hosts.endpoint', 'ranks', 'act_rows', 'tflops', 'dry_run', 'offload', 'stop.bad_step', 'log.steps', 'patience',
+MAY_CHANGE = ('steps', 'resume', 'run', 'torch.threads', 'eval_every', 'track', 'measure', 'hosts.file', 'hosts.count',
+              'hosts.endpoint', 'ranks', 'act_rows', 'tflops', 'dry_run', 'learner.offload', 'stop.bad_step', 'log.steps', 'patience',
               'healthy', 'checkpoints.keep', 'checkpoints.minutes', 'checkpoints.restarts', 'checkpoints.grace', 'serve',
               'servers')  # resumed
 
@@ -906,7 +906,7 @@ def _train(c, say, ranks):
         if ranks.first:
             for line in [*log_lines(c.run), over_line(c)]: say(line)
         return Path(c.run)
-    set_torch(c.threads, c.tf32)
+    set_torch(c.torch.threads, c.torch.tf32)
     with told_to_end(c.run) as asked, contextlib.closing(begin_run(c, say, ranks)) as run:
         with run.log.beginning(): first = _begin(run)
         _steps(run, first, SaveTimes(asked, c.checkpoints.minutes, ranks))
