@@ -543,8 +543,7 @@ def plan_of(
     alone = bool(method.needs.teacher) and teacher != 'self' and not (teacher == 'base' and adapted)
     held = {'reference': bool(c.log.kl or c.loss_of(method).kl) and not adapted,
             'teacher': copies or alone}
-    vllm, apart = c.engine == 'vllm', c.own_process and c.vllm.get('transfer') in (None, 'file')
-    served = c.engine == 'served'
+    vllm, served = c.engine == 'vllm', c.engine == 'served'
     acts = vllm or bool(c.ahead) and not served                      # with a copy of its own, on this device
     # vLLM has pages for what its share of the memory holds, and lets others wait: it must hold one trajectory
     played = 1 if vllm else 0 if served else min(c.act_rows, -(-c.questions_per_step // c.ranks) * c.group_size)
@@ -555,7 +554,7 @@ def plan_of(
         bool(c.tflops) or torch.cuda.is_available(), ranks_here(c.ranks, c.hosts.file, c.hosts.count),
         played * c.max_tokens, _lora_share(c.model, c.lora),
         copies=acts, sleeps=bool(c.vllm.get('sleep_level')), copied=copies + frozen,
-        renewed=every not in (None, 0, 1), by_file=vllm and apart and not c.lora or served and not ServeSettings(**c.serve).by_nccl,
+        renewed=every not in (None, 0, 1), by_file=vllm and c.own_process and not c.lora or served and not ServeSettings(**c.serve).by_nccl,
         twice=critic == 'shared' and c.critic.step == 'apart' and c.critic.mix != 0,
         both=bool(c.ahead) and acts, together=critic == 'own' and c.critic.step != 'apart',
         **_forwards(c, c.loss_of(method)),
