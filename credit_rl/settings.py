@@ -287,6 +287,7 @@ class LogChoice(SettingsGroup):
     steps: int = setting(500, 'first steps of which they are all written; then of every second step, beyond twice as '
                               'many of every fourth, and so on', least=1)
     kl: bool = setting(True, 'measure KL from the base when dev is evaluated; keeps a copy of the base')
+    pool: str = setting(None, 'folder of a pool (credit-rl pool): tool rates by what the model knew without tools')
 
 @dataclass(frozen=True)
 class StopChoice(SettingsGroup):

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from .datasets import subsample
 from .engine import SamplingParams, seed_of
-from .evaluate import evaluate, note_seen, seen_lines, summarize, train_keys
+from .evaluate import evaluate, note_seen, pool_tiers, seen_lines, summarize, train_keys
 from .information_gain import belief_schema, belief_warning
 from .judge import Judge, judge_counts
 from .launch import LaunchError, Progress, Ranks, SaveTimes, is_rank, on_ranks, set_torch, speak, told_to_end
@@ -115,7 +115,8 @@ class Run:
         self.prefix = len(self.setup.chat.encode(answer_header(self.setup.chat)))
         self.segments = bool(self.setup.chat.protocol.context_tag)
         taught = {part: taught_tiers(self.setup.questions.get(part, ())) for part in ('train', 'dev')}
-        self.tiers = taught['train'] or known_tiers(from_warmup)
+        asked = self.setup.questions.get('train', ())
+        self.tiers = pool_tiers(c.log.pool, asked, self.metric) if c.log.pool else taught['train'] or known_tiers(from_warmup)
         # a gate is read again by the tiers that it was passed by
         self.dev_tiers = known_tiers(from_warmup, 'dev') or taught['dev']
         self.answers = _AnswerCheck(c.stop.unanswered, self.method.services, self.say)
