@@ -34,7 +34,7 @@ from .rollout import check_prompts, rollout
 from .runlog import (METRICS, Hold, RunFolder, RunLog, atomic_folder, atomic_write, code_hashes, read_json,
                               read_turns, read_text, write_json)
 from .trajectory import Group, Question, Result, to_json
-from .vllm_engine import EngineChoice, EngineLost, VLLMEngine, VLLMSettings, check_vllm_settings, rank_devices
+from .vllm_engine import EngineChoice, EngineLost, VLLMEngine, VLLMSettings, check_vllm_settings, rank_gpu
 
 # %% ../nbs/3_acting/27_evaluate.ipynb #c004
 def measure(trajectory):
@@ -189,7 +189,9 @@ def check_evaluation(settings):  # Evaluation
     s.sampling                                                             # refuses a temperature that is none
     if s.vllm and s.engine != 'vllm':
         raise ValueError(f"vllm holds settings of engine='vllm', but engine is {s.engine!r}")
-    if s.engine == 'vllm': check_vllm_settings(_vllm(s), s.sampling, s.max_tokens)
+    if s.engine == 'vllm':
+        rank_gpu(s.vllm, s.ranks)
+        check_vllm_settings(_vllm(s), s.sampling, s.max_tokens)
     check_hosts(s.ranks, s.hosts.file, s.hosts.count, s.hosts.endpoint)
     check_threads(s.torch.threads)
     read_template(s.template.name)
@@ -334,15 +336,12 @@ def _hf_engine(folder, s, limit):
     return HFEngine(model, tokenizer, max_length=limit, max_rows=s.batch)
 
 def _vllm(s):
-    "Collect the settings of a vLLM engine: with other ranks it has a process of its own and its rank's GPU."
-    devices = rank_devices(s.vllm, s.ranks,
-                           os.environ['LOCAL_RANK'] if is_rank() and torch.cuda.is_available() else None)
-    own = {'own_process': True} if s.ranks > 1 else {}
-    return {'dtype': s.dtype, **own, **s.vllm, **({'devices': devices} if devices else {})}
+    "Collect the settings of a vLLM engine: with other ranks it has a process of its own."
+    return {'dtype': s.dtype, **({'own_process': True} if s.ranks > 1 else {}), **s.vllm}
 
 def _vllm_engine(folder, s, limit):
     return VLLMEngine(folder, load_tokenizer(folder), max_length=limit, max_rows=s.batch,
-                      settings=VLLMSettings(**_vllm(s)))
+                      settings=VLLMSettings(**_vllm(s)), gpu=rank_gpu(s.vllm, s.ranks))
 
 # name → function(model folder, Evaluation, most ids of a conversation) → engine
 _ENGINES = {'hf': _hf_engine, 'vllm': _vllm_engine}

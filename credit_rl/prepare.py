@@ -30,7 +30,7 @@ from .parameters import (by_group, error_line, from_settings, make_parser, noteb
 from .protocol import PROTOCOLS, prompt_hash
 from .runlog import RunLog, latest_checkpoint, read_json, read_metrics, read_params, stored_folders
 from .settings import Config, check, data_sets, tree_notes
-from .setup import (Examiner, bound_method, examine, make_backend, make_engine, make_setup, origin_of, plan_of,
+from .setup import (Examiner, bound_method, examine, make_backend, make_engine, make_setup, origin_of, plan_of, players,
                              real_questions, real_search, start_critic)
 from .train import (MAY_CHANGE, SilentLog, check_same_params, end_interrupted, held, keeping_bad, play_parts,
                              save_point)
@@ -262,7 +262,7 @@ def _warmed(c, log, times, say):
         engine = make_engine(c, origin.start, stage.model, stage.chat.tokenizer)
     keep = lambda questions, play, name: play_parts(
         log.folder/'played'/str(name), [questions[i:i + 256] for i in range(0, len(questions), 256)], play, times, say)
-    player, data = Sampler(engine, c.sampling, ranks, keep), {}
+    player, data = Sampler(engine, c.sampling, players(c, ranks), keep), {}
     try:
         for part, most in (('train', c.sorted_questions), ('dev', None))[c.collected == 'cold':]:
             env, path = stage.environments[part], log.folder/f'rollouts-{part}.jsonl.gz'
