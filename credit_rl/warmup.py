@@ -417,6 +417,7 @@ _BUCKETS = ('Tier 1, no tool', 'Tier 1, tool', 'Tier 2, no tool', 'Tier 2, tool'
 class TierChoice(SettingsGroup):
     "How it is told whether the policy knows a question's answer."
     tries: int = setting(5, 'answers without tools; a question is known (Tier 2) where one is right', least=1)
+    pool: str = setting(None, 'folder of a pool of such answers (credit-rl pool), read in their place')
 
 @dataclass(frozen=True)
 class Collection(TierChoice):
@@ -553,13 +554,16 @@ def collect(
     other=None,  # Environment that searches elsewhere, for the other share; None: all search in `env`
     embed=None,  # as for cluster_questions
     say=lambda line: None,  # function called with a line of text
+    known=None,  # (Q,) long, tiers that are known already; None: they are played
 ):
     """Sort questions into tiers and play those that are chosen under every prompt (CARL appendix C): `WarmupRollouts`.
-    Raises ValueError where a tier is empty."""
-    tier = tiers(player.play(prompted(env, 'direct'), questions, how.tries, 'tiers', how.seed), how.metric)
+    At random no tier is asked for, and each is 0. Raises ValueError where a tier is empty."""
+    if how.collected == 'random' and how.prompts_by == 'all': tier = torch.zeros(len(questions), dtype=torch.long)
+    elif known is not None: tier = known
+    else: tier = tiers(player.play(prompted(env, 'direct'), questions, how.tries, 'tiers', how.seed), how.metric)
     found = [int((tier == t).sum()) for t in (1, 2)]
-    say(f'{len(questions)} questions: {found[1]} that it knows (Tier 2), {found[0]} that it does not (Tier 1)')
-    if 0 in found:
+    if any(found): say(f'{len(questions)} questions: {found[1]} that it knows (Tier 2), {found[0]} that it does not (Tier 1)')
+    if 0 in found and any(found):
         raise ValueError(f'all {len(questions)} questions are of Tier {int(tier[0])}: a critic cannot learn what '
                          'tells the tiers apart; take other questions')
     whole = [f'all {n} of Tier {t}, of which {wanted} may be taken'
@@ -582,7 +586,7 @@ def collect(
             own += [int(tier[i]) for i in part for _ in range(how.repeats)]
         prompts += [mode] * (len(played) - len(prompts))
     called = [any(turn.call is not None for turn in g.trajectories[0].turns) for g in played]
-    if 'forced' in how.prompts: say(obedience(prompts, called, own))
+    if 'forced' in how.prompts and any(own): say(obedience(prompts, called, own))
     buckets = [2 * (t - 1) + c if how.collected != 'random' else 0 for t, c in zip(own, called)]
     return WarmupRollouts([questions[i] for i in chosen], tier[chosen], played, torch.tensor(buckets), prompts)
 
