@@ -17,7 +17,6 @@ from .dry_run import is_large, no_gpu, rank_tflops
 from .engine import seed_of
 from .estimate import Load, describe, memory, read_sizes, step_seconds
 from .environment import as_played, open_search
-from .evaluate import pool_tiers
 from .launch import LaunchError, SaveTimes, is_rank, on_ranks, set_torch, speak, told_to_end
 from .layout import pack
 from .learner import BadStep, FrozenModels, only_data
@@ -37,7 +36,7 @@ from .train import (MAY_CHANGE, SilentLog, check_same_params, end_interrupted, h
                              save_point)
 from .vllm_engine import EngineLost
 from .warmup import (GATE, Collection, CollectionPlan, Examination, GateFailed, Missing, Sampler, WarmUp,
-                              collect, critic_learner, make_pairs, prompted, read_collected, report_from, searching, warm_up,
+                              collect, critic_learner, make_pairs, pool_tiers, prompted, read_collected, report_from, searching, warm_up,
                               write_warmed)
 
 # %% ../nbs/5_run/65_prepare.ipynb #c005

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from .datasets import subsample
 from .engine import SamplingParams, seed_of
-from .evaluate import evaluate, note_seen, pool_tiers, seen_lines, summarize, train_keys
+from .evaluate import evaluate, note_seen, seen_lines, summarize, train_keys
 from .information_gain import belief_schema, belief_warning
 from .judge import Judge, judge_counts
 from .launch import LaunchError, Progress, Ranks, SaveTimes, is_rank, on_ranks, set_torch, speak, told_to_end
@@ -47,7 +47,7 @@ from .step_metrics import (IDLE, base_lines, base_report, collapsed, credit_metr
 from .trajectory import Group, group_from_json, to_json
 from .true_credit import distinct_states, score_continuations, state_values
 from .vllm_engine import EngineLost, logp_gap, sampler_weights
-from .warmup import gate_again
+from .warmup import gate_again, pool_tiers
 
 # %% ../nbs/5_run/63_train.ipynb #c047
 def train_step(

@@ -18,7 +18,7 @@ from credit_rl.benchmarks import BENCHMARKS
 from credit_rl.datasets import MIXTURES, load_corpus, load_questions
 from credit_rl.engine import ScriptedEngine
 from credit_rl.evaluate import (_intervals, bootstrap_interval, compare_rows, evaluation_figure, evaluation_table, main,
-                                manifest_differences, NEAR, pool_tiers, read_manifest, read_scores, replay_evaluation,
+                                manifest_differences, NEAR, read_manifest, read_scores, replay_evaluation,
                                 run_evaluation, set_names, set_scores, Evaluation)
 from credit_rl.parameters import from_settings
 from credit_rl.metrics import cover_match, exact_match, normalize
@@ -28,6 +28,7 @@ from credit_rl.retrieval import BM25
 from credit_rl.search_service import SearchCache, SearchClient, SearchServer
 from credit_rl.runlog import read_turns
 from credit_rl.trajectory import Stop, trajectory_from_json
+from credit_rl.warmup import pool_tiers
 from hub import Hub
 from hub_rows import hub_files
 from random_models import random_model
