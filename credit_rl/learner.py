@@ -18,7 +18,7 @@ from .engine import attention_window, seed_of
 from .layout import HeadPieces, hidden_states, loss_weights, rows_of, take, token_logps
 from .llds import likelihood_falls
 from .losses import kl, policy_terms, value_loss, weighted_sum
-from .parts import Credit, Loss, Measured, first_tokens
+from .parts import Credit, Loss, Measured, Needs, first_tokens
 from .scoring import acting_states, answer_logps, batch_logps, joint_logps, takes_tree_mask
 from .trees import deal_nodes, tree_of
 
@@ -544,8 +544,6 @@ class PlainBackend:
         return state
 
 # %% ../nbs/4_learning/52_learner.ipynb #n52help
-_SEES = ('logp', 'entropy', 'values', 'gold', 'teacher', 'ref_logp')  # what evaluate can find out, in the order it does
-
 def _padded_tokens(layout):
     "Count the padded tokens of each trajectory, its rows times its longest row: list of N ints."
     n = len(layout.groups)
@@ -614,13 +612,11 @@ class Learner:
     def evaluate(
         self,
         layout,
-        # of _SEES: log-probabilities and entropies, the critic's values, gold answers by the policy and by the teacher,
-        # the reference's log-probabilities
-        sees=('logp',),
-        golds=None,      # dict 'gold' or 'teacher' → list of N lists of AnswerTemplate (gold_templates)
-        ends=False,      # True: score gold answers after the last turn too
+        needs=Needs(logp=True),
+        golds=None,              # dict 'gold' or 'teacher' → list of N lists of AnswerTemplate (gold_templates)
     ):
         "What models say of a layout before the update: `Measured`. Raises ValueError on what this learner cannot see."
+        sees = needs.forwards
         self._check(sees, golds or {})
         self.scorer.eval()
         self.passes, out, budget = Counter(), {}, 4 * self.optimiser.row_tokens
@@ -628,7 +624,7 @@ class Learner:
         plain = [name for name in ('logp', 'entropy', 'values') if name in sees]
         joint = 'gold' in sees and 'logp' in sees and 'values' not in sees        # one forward for both
         if joint: plain.remove('logp')
-        states = layout.states if ends else acting_states(layout.states, layout.turn_mask)
+        states = layout.states if needs.ends else acting_states(layout.states, layout.turn_mask)
         if plain:
             own = self.critic is not None and self.critic.model is not None
             if plain != ['values'] or not own: self.passes['policy'] += 1
@@ -714,8 +710,6 @@ class Learner:
 
     def _check(self, sees, golds):
         "Refuse to look for what this learner has no model for."
-        if unknown := set(sees) - set(_SEES):
-            raise ValueError(f'a learner sees {", ".join(_SEES)}, not {sorted(unknown)}')
         lacks = {'ref_logp': self.reference is None and 'reference: give it one, or set a KL weight',
                  'values': self.critic is None and 'critic: give it one (make_critic)',
                  'teacher': self.teacher is None and self.teacher_every != 1 and

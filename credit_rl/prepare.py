@@ -27,6 +27,7 @@ from .options import flat, options_in, setting
 from .outcome import outcome_rewards
 from .parameters import (by_group, error_line, from_settings, make_parser, notebook_settings,
                                   read_settings)
+from .parts import Needs
 from .protocol import PROTOCOLS, prompt_hash
 from .runlog import RunLog, latest_checkpoint, read_json, read_metrics, read_params, stored_folders
 from .settings import Config, check, data_sets, tree_notes
@@ -141,7 +142,7 @@ def _drift(
     layout,  # Layout of the base's own rollouts
 ):
     "Mean k1 estimate of KL(base ‖ policy) per token, nats, over rollouts of the base."
-    seen, trained = learner.evaluate(layout, ('logp', 'ref_logp')), layout.trained
+    seen, trained = learner.evaluate(layout, Needs(logp=True, ref_logp=True)), layout.trained
     return kl(seen.ref_logp, seen.logp, 'k1', trained)[trained].mean().item()
 
 # %% ../nbs/5_run/65_prepare.ipynb #c014

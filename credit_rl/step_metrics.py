@@ -24,7 +24,7 @@ from .losses import kl
 from .metrics import exact_match
 from .outcome import outcome_rewards
 from .protocol import boxed
-from .parts import Measured, start_values
+from .parts import Measured, Needs, start_values
 from .runlog import metrics_by_step, read_params, read_summary
 from .trajectory import to_json
 from .warmup import read_tiers, segment_statistics
@@ -187,7 +187,7 @@ def credited_tokens(
 def kl_from_base(learner, layout):
     """Mean k3 estimate of the KL from the reference per sampled token, and mean |learner - engine| of its
     log-probability: dict."""
-    seen, trained = learner.evaluate(layout, ('logp', 'ref_logp')), layout.trained
+    seen, trained = learner.evaluate(layout, Needs(logp=True, ref_logp=True)), layout.trained
     return {'kl': kl(seen.logp, seen.ref_logp, 'k3', trained)[trained].mean().item(),
             'logp_gap': (seen.logp - layout.logps)[trained].abs().mean().item()}
 

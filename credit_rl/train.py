@@ -389,13 +389,13 @@ class Look:
                  for who, asked in needs.golds.items()}
         left_out = (_golds_left_out(self.chat, needs.groups, asked.most) for asked in needs.golds.values())
         self.left_out = max(self.left_out, *left_out, 0)
-        found, clocks = {}, {}
-        for name in needs.forwards: clocks.setdefault('teacher' if name == 'teacher' else 'evaluate', []).append(name)
-        for clock, names in clocks.items():
+        found = {}
+        for clock, asked in (('evaluate', dataclasses.replace(needs, teacher=None)),
+                             ('teacher', Needs(teacher=needs.teacher, ends=needs.ends))):
+            if not asked.forwards: continue
             with self.log.timed(clock):
                 shown = self._shown(clock, layout, needs.groups)
-                scored = {who: golds[who] for who in names if who in golds}
-                seen = self.learner.evaluate(shown, names, scored, needs.ends)
+                seen = self.learner.evaluate(shown, asked, golds)
             found |= {name: value for name, value in vars(seen).items() if value is not None}
             self.passes += self.learner.passes
             self.tokens += sum(self.learner.passes.values()) * int(shown.lengths.sum())
@@ -571,7 +571,7 @@ def _gate_metrics(run):
     groups = run.actor.sample_dev()
     layout = pack(groups, run.prefix, run.config.tree)
     run.actor.rest()
-    table = start_values(run.learner.evaluate(layout, ('values',)).values, layout)
+    table = start_values(run.learner.evaluate(layout, Needs(values=True)).values, layout)
     if not run.actor.ahead: run.wake()
     tier = [run.dev_tiers.get((g.question.source, g.question.id), 0) for g in groups]
     found = gate_again(groups, tier, table, run.metric)

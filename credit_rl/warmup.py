@@ -23,7 +23,7 @@ from .launch import Ranks
 from .layout import hidden_states, pack
 from .learner import BadStep, Critic, FrozenModels, Learner, Optimiser, only_data
 from .models import write_model
-from .parts import Credit, Loss
+from .parts import Credit, Loss, Needs
 from .options import SettingsGroup, setting
 from .outcome import outcome_rewards
 from .protocol import PROTOCOLS, Chat, read_context, without_search, worded
@@ -307,7 +307,7 @@ def _state_layout(contexts, segments=None):
 def _read_states(learner, contexts):
     "What a learner's critic says at the end of contexts, dealt out over the ranks: (P,)."
     layout = _state_layout(contexts)
-    return learner.evaluate(layout, ('values',)).values[layout.trained]
+    return learner.evaluate(layout, Needs(values=True)).values[layout.trained]
 
 # %% ../nbs/4_learning/54_warmup.ipynb #c044
 def _teach(learner, pairs, chosen):
