@@ -22,11 +22,11 @@ from .options import flat_options, options_in, setting
 from .parameters import by_group, error_line, from_settings, make_parser, read_settings
 from .parts import assign
 from .rollout import RolloutSize, continuations, rollout
-from .runlog import atomic_write, plain_json, write_json, writing
+from .runlog import SilentLog, atomic_write, plain_json, write_json, writing
 from .significance import jackknife, ratio_interval
 from .settings import DOZEN, Keeping, Config, check, make_config
 from .setup import draw_questions, make_engine, make_learner, make_setup, origin_of
-from .train import Run, SilentLog, play_step
+from .train import Run, play_step
 from .true_credit import (credit_errors, distinct_states, sampling_variance, score_continuations, solver_rates,
                                    solver_values, state_values, turn_credit, turn_score)
 

@@ -5,17 +5,19 @@
 # %% auto #0
 __all__ = ['LAUNCHER', 'Ranks', 'is_rank', 'join_ranks', 'check_alike', 'expect_file', 'keep_traceback', 'failure',
            'check_threads', 'check_hosts', 'ranks_here', 'rank_environment', 'missing_for_hosts', 'launch_command',
-           'Hosts', 'Processes', 'set_torch', 'LaunchError', 'speak', 'Progress', 'told_to_end', 'SaveTimes', 'launch',
-           'on_ranks', 'let_threads_sleep']
+           'Hosts', 'Processes', 'set_torch', 'LaunchError', 'speak', 'Progress', 'told_to_end', 'SaveTimes',
+           'save_point', 'write_groups', 'read_groups', 'play_parts', 'launch', 'on_ranks', 'let_threads_sleep']
 
 # %% ../nbs/machinery/03_launch.ipynb #c002
-import atexit, contextlib, dataclasses, datetime, json, os, queue, re, shutil, signal, socket, subprocess, sys, tempfile
-import threading, time, traceback
+import atexit, contextlib, dataclasses, datetime, gzip, json, os, queue, re, shutil, signal, socket, subprocess, sys
+import tempfile, threading, time, traceback
 from dataclasses import dataclass, field
 from pathlib import Path
 import yaml
 from .options import SettingsGroup, flat, setting
-from .runlog import CALLER, atomic_write, check_free, is_alive, is_here, latest_checkpoint, read_json, read_text
+from .runlog import (CALLER, BoundedGzip, atomic_write, check_free, is_alive, is_here, latest_checkpoint, read_json,
+                              read_text, save_checkpoint, saving)
+from .trajectory import group_from_json, to_json
 
 # %% ../nbs/machinery/03_launch.ipynb #c005
 @dataclass(frozen=True)
@@ -554,6 +556,53 @@ class SaveTimes:
             'same command goes on')
         self.ranks.wait()
         sys.exit(0 if is_rank() else 128 + self.signal)              # of ranks the launcher knows it
+
+# %% ../nbs/machinery/03_launch.ipynb #end041
+def save_point(log, step, learner, write, keep, ranks=Ranks(), name=None):
+    """Save a learner, and what `write(folder)` puts beside it, as a whole (`save_checkpoint`): all ranks write into the
+    folder that the first one makes. Raises OSError where there is no room."""
+    def fill(folder):
+        with saving(log.folder/'checkpoints'/f'step-{step:06d}'):
+            learner.save(ranks.once(lambda: str(folder)))
+            ranks.wait()
+            if ranks.first: write(Path(folder))
+    with log.timed('checkpoint'):
+        if ranks.first: save_checkpoint(log.folder, step, fill, keep, name, learner.lighten)
+        else: fill(None)
+
+# %% ../nbs/machinery/03_launch.ipynb #t6316
+def write_groups(path, groups, **about):
+    "Write groups into a file, as a whole: a line of what they are, then a line for each."
+    def write(part):
+        with gzip.open(part, 'wt', encoding='utf-8', compresslevel=1) as file:
+            for row in (about, *map(to_json, groups)): file.write(json.dumps(row) + '\n')
+    atomic_write(path, write)
+
+def read_groups(path):
+    "Read what `write_groups` wrote: (list of Group, dict). Raises ValueError on a file that is damaged."
+    with BoundedGzip.whole(path, 'remove its folder, and resume=True goes on from what was before') as file:
+        about, *rows = (json.loads(line) for line in file)
+    return list(map(group_from_json, rows)), about
+
+def play_parts(
+    folder,     # in which parts are kept; whoever keeps the whole removes it
+    parts,      # list of lists of questions
+    play,       # function of a part and its number, gives a list of Group on every rank
+    times,      # SaveTimes
+    say=print,  # function called with a line of text where an end was asked for
+):
+    """Play part by part: list of Group. What was interrupted goes on behind the parts that are there; asked to end, it
+    leaves after a part (SystemExit)."""
+    out, ranks = [], times.ranks
+    for i, part in enumerate(parts):
+        path = Path(folder)/f'{i:06d}.jsonl.gz'
+        if ranks.once(path.exists): groups = read_groups(path)[0]
+        else:
+            groups = play(part, i)
+            ranks.once(lambda: (path.parent.mkdir(parents=True, exist_ok=True), write_groups(path, groups)) and None)
+            if times.due(): times.saved(f'part {i + 1} of {len(parts)} was played', say)
+        out += groups
+    return out
 
 # %% ../nbs/machinery/03_launch.ipynb #end035
 _BEATS, _PATIENCE = '.beats', 240     # folder in a run's, with a file for each rank; seconds without a change

@@ -17,7 +17,8 @@ from .dry_run import is_large, no_gpu, rank_tflops
 from .engine import seed_of
 from .estimate import Load, describe, memory, read_sizes, step_seconds
 from .environment import as_played, open_search
-from .launch import LaunchError, SaveTimes, is_rank, on_ranks, set_torch, speak, told_to_end
+from .launch import (LaunchError, SaveTimes, is_rank, on_ranks, play_parts, save_point, set_torch, speak,
+                              told_to_end)
 from .layout import pack
 from .learner import BadStep, FrozenModels, only_data
 from .losses import kl
@@ -29,12 +30,12 @@ from .parameters import (by_group, error_line, from_settings, make_parser, noteb
                                   read_settings)
 from .parts import Needs
 from .protocol import PROTOCOLS, prompt_hash
-from .runlog import RunLog, latest_checkpoint, read_json, read_metrics, read_params, stored_folders
+from .runlog import (MAY_CHANGE, RunLog, SilentLog, check_same_params, held, latest_checkpoint, read_json,
+                              read_metrics, read_params, stored_folders)
 from .settings import Config, check, data_sets, tree_notes
 from .setup import (Examiner, bound_method, examine, make_backend, make_engine, make_setup, origin_of, plan_of,
                              real_questions, real_search, start_critic)
-from .train import (MAY_CHANGE, SilentLog, check_same_params, end_interrupted, held, keeping_bad, play_parts,
-                             save_point)
+from .train import end_interrupted, keeping_bad
 from .vllm_engine import EngineLost
 from .warmup import (GATE, Collection, CollectionPlan, Examination, GateFailed, Missing, Sampler, WarmUp,
                               collect, critic_learner, make_pairs, read_collected, report_from, searching, warm_up,

@@ -18,7 +18,8 @@ from .engine import seed_of
 from .environment import asked_protocol, make_environment, playing
 from .estimate import Load, describe, memory, read_sizes, step_seconds
 from .evaluate import note_seen, question_key, read_manifest, right_rows, seen_lines, summarize, train_keys
-from .launch import LaunchError, Progress, SaveTimes, is_rank, on_ranks, set_torch, speak, told_to_end
+from .launch import (LaunchError, Progress, SaveTimes, is_rank, on_ranks, play_parts, read_groups, save_point,
+                              set_torch, speak, told_to_end, write_groups)
 from .layout import pack
 from .learner import BadStep, Learner, Optimiser
 from .models import find_model, load_model, load_tokenizer, tokenizer_hash, write_model
@@ -28,15 +29,15 @@ from .parameters import by_group, error_line, from_settings, make_parser, read_s
 from .parts import Credit, Loss
 from .protocol import prompt_hash
 from .rollout import rollout
-from .runlog import RunLog, atomic_folder, code_hashes, latest_checkpoint, read_json, read_params, read_turns
+from .runlog import (MAY_CHANGE, RunLog, SilentLog, atomic_folder, check_same_params, code_hashes, held,
+                              latest_checkpoint, note_params, read_json, read_params, read_turns)
 from .scoring import retell
 from .settings import (DOZEN, Config, Keeping, Learning, check, make_config,
                                 tree_notes)
 from .setup import (Examiner, add_lora, bound_method, draw_questions, examine, hand_over, make_backend, make_setup,
                              merge_lora, origin_of, plan_of, real_questions, real_search, start_engine)
 from .step_metrics import paired_line, right_marks
-from .train import (MAY_CHANGE, Actor, SilentLog, check_same_params, end_interrupted, held, keeping_bad, note_params,
-                             play_parts, read_groups, save_point, write_groups)
+from .train import Actor, end_interrupted, keeping_bad
 from .vllm_engine import EngineLost
 from .trajectory import Group, to_json, trajectory_from_json
 

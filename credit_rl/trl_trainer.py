@@ -22,11 +22,10 @@ from .parameters import by_group, error_line, make_parser, read_settings
 from .parts import Measured, assign
 from .protocol import PROTOCOLS, last_answer
 from .rollout import rollout
-from .runlog import RunLog
+from .runlog import RunLog, note_params
 from .scoring import acting_states, answer_header, answer_logps, gold_templates
 from .settings import Config, Correction, make_config
 from .setup import bound_method, draw_questions, make_setup, origin_of
-from .train import note_params
 from .trajectory import Group, Question, Result, Stop, Trajectory, Turn
 
 # %% ../nbs/7_elsewhere/82_trl_trainer.ipynb #c005
