@@ -484,7 +484,7 @@ def _audited(config, auditing, say):
     judged = [name for name in auditing.rules if config.data == 'tiny' or not _reads_chains(name)]
     if left := [name for name in auditing.rules if name not in judged]:
         say(f'{", ".join(left)}: left out, for it reads the chains of the tiny world, and data is {config.data!r}')
-    set_torch(config.threads, config.tf32)
+    set_torch(config.torch.threads, config.torch.tf32)
     origin = origin_of(config)
     stage = make_setup(config, origin, say)
     engine = make_engine(config, origin.start, stage.model, stage.chat.tokenizer)
@@ -532,9 +532,9 @@ def read_audit_settings(
     config = make_config({'run': 'runs/audit', **{k: v for k, v in given.items() if k not in own}}, print)
     if config.dry_run: raise ValueError('dry_run is for a training: an audit has none')
     check(config)
-    if (config.engine, config.learner, config.ranks) != ('hf', 'plain', 1):
+    if (config.engine, config.learner.kind, config.ranks) != ('hf', 'plain', 1):
         raise ValueError('an audit acts and learns in one process, got '
-                         f'engine={config.engine!r}, learner={config.learner!r}, ranks={config.ranks}: give '
+                         f'engine={config.engine!r}, learner={config.learner.kind!r}, ranks={config.ranks}: give '
                          "engine='hf', learner='plain', ranks=1")
     return config, auditing
 

@@ -337,7 +337,7 @@ def _finished(folders, metric=None):
         right = summary['final'].get('right', summary['final_em'])
         logged = {metric: _MEASURES[metric](folder)} if metric in _MEASURES else {}
         runs[params['seed']] = {**summary, 'final_right': right, **logged}
-        for name in ('data', 'world', 'test_questions', 'dev_split'):
+        for name in ('data', 'world', 'test_questions', 'splits.dev'):
             asked.setdefault((name, str(params.get(name))), folder)
     for name in {name for name, _ in asked}:
         values = {value: folder for (n, value), folder in asked.items() if n == name}
@@ -393,7 +393,7 @@ def paired_differences(
     return table
 
 # %% ../nbs/6_looking/74_compare.ipynb #c036
-_OWN = ('method', 'options', 'seed', 'run', 'model', 'resume', 'threads', 'healthy')  # what may differ
+_OWN = ('method', 'options', 'seed', 'run', 'model', 'resume', 'torch.threads', 'healthy')  # what may differ
 
 def setting_differences(folders):  # as in find_runs
     """Settings that are not the same in all runs, besides those that a comparison varies: pandas DataFrame, empty if
@@ -488,7 +488,7 @@ def replay(
     if summary is None: raise ValueError(f'{folder} has not finished; finish it before it is replayed')
     if params['teacher.model'] == 'self' and params['teacher.every'] is None:    # two fifths of the run, not of this
         params['teacher.every'] = max(1, round(.4 * params['steps']))
-    short = {'steps': steps, 'resume': False, 'track': '', 'threads': 1}
+    short = {'steps': steps, 'resume': False, 'track': '', 'torch.threads': 1}
     if params['data'] == 'tiny': short['test_questions'] = 6      # elsewhere the other parts depend on their number
     with tempfile.TemporaryDirectory() as place:
         train(make_config({**params, **short, 'run': f'{place}/run'}), say=lambda line: None)

@@ -34,7 +34,7 @@ def rank_tflops(
     how, tflops, precise = 'taking', host.tflops, torch.get_float32_matmul_precision()
     if not tflops:
         how = f'measured on this host in {dtype}:'
-        set_torch(tf32=host.tf32)
+        set_torch(tf32=host.torch.tf32)
         try: tflops = measure_tflops(dtype=getattr(torch, dtype))
         finally: torch.set_float32_matmul_precision(precise)
         # of these products a model on a GPU reaches some two thirds (62_setup); ranks share a processor

@@ -187,7 +187,7 @@ def check_evaluation(settings):  # Evaluation
         raise ValueError(f"vllm holds settings of engine='vllm', but engine is {s.engine!r}")
     if s.engine == 'vllm': check_vllm_settings(_vllm(s), s.sampling, s.max_tokens)
     check_hosts(s.ranks, s.hosts.file, s.hosts.count, s.hosts.endpoint)
-    check_threads(s.threads)
+    check_threads(s.torch.threads)
     read_template(s.template.name)
     for name in set_names(s.data):
         for what in ('path', 'corpus'): _place(name, getattr(s, what), what)
@@ -700,7 +700,7 @@ def run_evaluation(
         raise ValueError(f'gaps are read from a model, and an engine of type {type(engine).__name__} has none')
     check_evaluation(s)
     if s.healthy and not is_rank(): say(f'when it goes well:\n{s.healthy.rstrip()}')
-    set_torch(s.threads, s.tf32)
+    set_torch(s.torch.threads, s.torch.tf32)
     player = _LazyModel(s, engine)
     plans = [_plan_evaluation(s, name, player, opened) for name in set_names(s.data)]
     over = not is_rank() and all(_is_done(Path(s.run)/plan.name, plan) for plan in plans)
@@ -774,7 +774,7 @@ def replay_evaluation(
         before, rows = read_manifest(place), read_turns(place)
         s = from_settings(Evaluation, {**before['settings'], 'hosts.file': None, 'hosts.count': 1, **dotted(changes or {}, flat_options(Evaluation))})
         check_evaluation(s)
-        set_torch(s.threads, s.tf32)
+        set_torch(s.torch.threads, s.torch.tf32)
         other = ('data', 'path', 'corpus', 'split', 'questions', 'run')
         key = json.dumps({k: v for k, v in flat(s).items() if k not in other})
         player = players[key] = players.get(key) or _LazyModel(s, engine)

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['LAUNCHER', 'Ranks', 'is_rank', 'join_ranks', 'check_alike', 'expect_file', 'keep_traceback', 'failure',
            'check_threads', 'check_hosts', 'ranks_here', 'rank_environment', 'missing_for_hosts', 'launch_command',
-           'Hosts', 'Processes', 'set_torch', 'LaunchError', 'speak', 'Progress', 'told_to_end', 'SaveTimes',
+           'Hosts', 'Torch', 'Processes', 'set_torch', 'LaunchError', 'speak', 'Progress', 'told_to_end', 'SaveTimes',
            'save_point', 'write_groups', 'read_groups', 'play_parts', 'launch', 'on_ranks', 'let_threads_sleep']
 
 # %% ../nbs/machinery/03_launch.ipynb #c002
@@ -427,19 +427,24 @@ class Hosts(SettingsGroup):
                               "with a line 'name slots=8' for each; None: all ranks on this host")
 
 @dataclass(frozen=True)
+class Torch(SettingsGroup):
+    "What PyTorch has one of in a process."
+    threads: int = setting(None, 'of a CPU; None: its own choice', least=1)
+    tf32: bool = setting(None, 'whether a GPU may multiply float32 matrices in TF32, eleven significant bits of each '
+                               "factor, which is several times as fast; None: PyTorch's own choice")
+
+@dataclass(frozen=True)
 class Processes(SettingsGroup):
     "In how many processes, and on which hosts."
     ranks: int = setting(1, 'processes, of all hosts together, each with a GPU where there are some; one is this '
                             'process itself', least=1)
     hosts: Hosts = setting(Hosts(), 'several hosts')
-    threads: int = setting(None, 'of PyTorch on a CPU; None: its own choice', least=1)
-    tf32: bool = setting(None, 'whether a GPU may multiply float32 matrices in TF32, eleven significant bits of each '
-                               "factor, which is several times as fast; None: PyTorch's own choice")
+    torch: Torch = setting(Torch(), 'what PyTorch has one of in a process')
 
 # %% ../nbs/machinery/03_launch.ipynb #v0304
 def set_torch(
     threads=None,  # of a CPU; None: as they are
-    tf32=None,     # bool, see Processes; None: as it is
+    tf32=None,     # bool, see Torch; None: as it is
 ):
     "Set what PyTorch has one of in a process, as far as it is given."
     import torch

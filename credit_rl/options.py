@@ -151,6 +151,9 @@ def flat_options(group):
 
 # %% ../nbs/machinery/01_options.ipynb #op5
 MOVED = {                                       # name of before -> name of today
+    'learner': 'learner.kind', 'stage': 'learner.stage', 'deepspeed': 'learner.deepspeed',
+    'offload': 'learner.offload', 'gradient_checkpointing': 'learner.checkpointing', 'threads': 'torch.threads',
+    'tf32': 'torch.tf32', 'train_split': 'splits.train', 'dev_split': 'splits.dev',
     'hosts': 'hosts.count', 'endpoint': 'hosts.endpoint', 'hostfile': 'hosts.file', 'keep': 'checkpoints.keep',
     'save_every': 'checkpoints.minutes', 'chosen_by': 'checkpoints.chosen_by', 'restarts': 'checkpoints.restarts',
     'grace': 'checkpoints.grace', 'log_rollouts': 'log.rollouts', 'log_steps': 'log.steps', 'log_kl': 'log.kl',

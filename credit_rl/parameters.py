@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['from_settings', 'spelt', 'notebook_settings', 'each_world', 'fill_names', 'enter_project', 'notebooks_in', 'by_group',
-           'settings_help', 'one_dialect', 'make_parser', 'read_settings', 'error_line']
+           'settings_help', 'make_parser', 'read_settings', 'error_line']
 
 # %% ../nbs/machinery/06_parameters.ipynb #c002
 import argparse, dataclasses, datetime, difflib, numbers, os, re, sys, textwrap, types
@@ -133,32 +133,14 @@ def settings_help(
 
 
 # %% ../nbs/machinery/06_parameters.ipynb #p0601
-def one_dialect(
-    arguments,  # list of str, as typed
-    known,      # dict name -> Option of the settings
-    parser,     # argparse.ArgumentParser, of whose own arguments nothing is changed
-):
-    """Write what was typed in one way: settings as `name=value`, a command's own arguments as `--name value …`, a list
-    with commas apart."""
-    own, left = {o: a for a in parser._actions for o in a.option_strings}, list(arguments)
-    several = lambda text: text.strip('[]').replace(',', ' ').split()
-    settings, rest, words = [], [], []
-    while left:
-        word = left.pop(0)
-        flag, given, value = word.partition('=')
-        name = flag.lstrip('-').replace('-', '_')
-        if word == '-p' and len(left) > 1: settings.append(f'{left.pop(0)}={left.pop(0)}')
-        elif flag in own and own[flag].nargs == '+' and (given or left):
-            rest += [flag, *several(value if given else left.pop(0))]
-        elif word in own: rest, left = [*rest, word, *left[:1]], left[1:]
-        elif flag.startswith('--') and (option := known.get(name) or known.get(name.partition('.')[0])):
-            alone = isinstance(option.default, bool) and (not left or '=' in left[0] or left[0][0] == '-')
-            settings.append(f'{name}={value if given else "true" if alone else left.pop(0) if left else ""}')
-        elif given and flag[:1] != '-' and f'--{name}' in own and name not in known:
-            rest += [f'--{name}', *several(value)]
-        elif flag[:1] != '-' and (given or not rest): (settings if given else words).append(word)
-        else: rest.append(word)
-    return words + settings + rest                          # an argument that takes several would take settings too
+def _apart(arguments, parser):
+    "What was typed with its settings, the words `name=value`, before the first argument of the command's own."
+    takes = {flag for a in parser._actions if a.nargs is None for flag in a.option_strings}
+    settings, rest = [], []
+    for before, word in zip(['', *arguments], arguments):
+        (settings if re.match(r'[A-Za-z_][\w.]*=', word) and before not in takes else rest).append(word)
+    first = next((i for i, word in enumerate(rest) if word.startswith('-')), len(rest))
+    return rest[:first] + settings + rest[first:]
 
 # %% ../nbs/machinery/06_parameters.ipynb #c016
 def make_parser(
@@ -167,7 +149,8 @@ def make_parser(
 ):
     """The parser of a command, to which it adds arguments of its own: argparse.ArgumentParser. Its help shows defaults,
     and of a flag that there is not it names the nearest."""
-    return _Parser(prog=f'python -m {module}', description=about, formatter_class=_Help)
+    return _Parser(prog=f'python -m {module}', description=about, formatter_class=_Help,
+                   allow_abbrev=False)
 
 class _Help(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
     "Lines as they are written, and the default of every flag that has one."
@@ -176,7 +159,7 @@ class _Help(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpF
         return action.help if without else super()._get_help_string(action)
 
 class _Parser(argparse.ArgumentParser):
-    names = ()   # of settings, which are written as flags too
+    names = ()   # of settings
 
     def parse_known_args(self, args=None, namespace=None):
         "Read arguments. A path that begins with ~ leads to the home folder, behind `--name=` and `name=` too."
@@ -186,11 +169,16 @@ class _Parser(argparse.ArgumentParser):
         return super().parse_known_args(words, namespace)
 
     def error(self, message):
-        "Say what is wrong, with the nearest flag for each that there is not, and exit with 2."
-        unknown = [word.partition('=')[0] for word in message.split() if word.startswith('--')]
-        if not message.startswith('unrecognized'): unknown = []
-        flags = [*self._option_string_actions, *(f'--{name}' for name in self.names)]
-        super().error(message + ''.join(nearest(flag, flags) for flag in unknown))
+        """Say what is wrong and exit with 2: of each flag that there is not, how the setting of this name is written, or
+        the nearest flag."""
+        said = message
+        for word in message.split() if message.startswith('unrecognized') else ():
+            flag = word.partition('=')[0]
+            name = flag.lstrip('-').replace('-', '_')
+            if name in self.names or name.partition('.')[0] in self.names: said += f'; a setting is written {name}=…'
+            elif flag.startswith('--'): said += nearest(flag, [*self._option_string_actions, *(f'{n}=' for n in self.names)])
+            elif flag == '-p': said += '; -p is papermill\'s: a setting is written name=value'
+        super().error(said)
 
 # %% ../nbs/machinery/06_parameters.ipynb #s6x2
 def read_settings(
@@ -201,20 +189,22 @@ def read_settings(
     unread=(),       # those that it does not show
 ):
     """Read a command's `--params FILE` and `setting=value …`, see `_typed`: (settings: dict, what the parser was
-    given). `-p setting value`, as papermill has it, and `--setting value` say the same; `setting.key` is one key of a
-    setting that is a dict. Raises OSError, ValueError where a file does not hold settings."""
+    given). `setting.key` is one key of a setting that is a dict. Raises OSError, ValueError where a file does not hold
+    settings."""
     parser.add_argument('--params', metavar='FILE', help='YAML file of settings')
     parser.add_argument('settings', nargs='*', metavar='setting=value', help='over those of the file')
     arguments = sys.argv[1:] if arguments is None else arguments
     if 'all' in arguments: few = ()                                                         # behind --help
     if groups: parser.epilog = (parser.epilog or '') + settings_help(groups, few, unread).replace('%', '%%')
     known = {name: option for options in (groups or {}).values() for name, option in options.items()}
-    parser.names = known
+    parser.names = [*known, *MOVED]
     named = {n: known[now] for n, now in MOVED.items() if now in known}
     named |= {n.partition('.')[0]: Option({}) for n in known if '.' in n} | known
-    given = parser.parse_intermixed_args(one_dialect(arguments, named, parser))
+    given = parser.parse_intermixed_args(_apart(arguments, parser))
     for text in given.settings:
-        if '=' not in text: parser.error(f'settings are written name=value, got {text!r}')
+        name, written, _ = text.partition('=')
+        if not written: parser.error(f'settings are written name=value, got {text!r}')
+        if name not in named and f'--{name}' in parser._option_string_actions: parser.error(f'{name} is no setting: --{name} …')
     if given.params: given.params = _params_file(os.path.expanduser(given.params))
     try:
         settings = (load_yaml(read_text(given.params), given.params) if given.params else None) or {}

@@ -237,7 +237,7 @@ def _prepare(c, say, ranks):
         check_same_params(c)
         say(f'{c.run} is only shown again: its warm-up is over')
         return Path(c.run)
-    set_torch(c.threads, c.tf32)
+    set_torch(c.torch.threads, c.torch.tf32)
     with told_to_end(c.run) as asked, RunLog(c.run, c.resume, c.trackers) if ranks.first else SilentLog(c.run) as log:
         return _warmed(c, log, SaveTimes(asked, c.checkpoints.minutes, ranks), say)
 
@@ -285,8 +285,8 @@ def _warming_learner(c, origin, model):
     how = WarmUp(0 if c.collected == 'cold' else c.warm_steps, c.warm_least, c.warm_every, c.warm_batch, c.head_rate,
                  c.backbone_rate, c.warm_rise, c.adamw.clip, c.row_tokens, c.must_pass, c.seed, c.stop.bad_step)
     critic = start_critic({**get_method(c.method).critic, 'kind': 'shared', 'mix': 1.}, model, c.seed)
-    if c.gradient_checkpointing: model.gradient_checkpointing_enable({'use_reentrant': False})
-    frozen = FrozenModels(load_model(origin.base, origin.dtype)[0], offload=tuple(c.offload))
+    if c.learner.checkpointing: model.gradient_checkpointing_enable({'use_reentrant': False})
+    frozen = FrozenModels(load_model(origin.base, origin.dtype)[0], offload=tuple(c.learner.offload))
     teacher = critic_learner(model, critic.head, how, frozen, c.temperature, make_backend(c), critic.at)
     return how, teacher, c.checkpoints.keep
 

@@ -1149,9 +1149,10 @@ def read_summary(folder):  # of a run
     return read_json(path) if is_stored(path) else None
 
 # %% ../nbs/machinery/02_runlog.ipynb #c072
-MAY_CHANGE = ('steps', 'resume', 'run', 'threads', 'eval_every', 'track', 'measure', 'hosts.file', 'hosts.count',
-              'hosts.endpoint', 'ranks', 'act_rows', 'tflops', 'dry_run', 'offload', 'stop.bad_step', 'log.steps', 'patience',
-              'healthy', 'checkpoints.keep', 'checkpoints.minutes', 'checkpoints.restarts', 'checkpoints.grace')  # resumed
+MAY_CHANGE = ('steps', 'resume', 'run', 'torch.threads', 'eval_every', 'track', 'measure', 'hosts.file', 'hosts.count',
+              'hosts.endpoint', 'ranks', 'act_rows', 'tflops', 'dry_run', 'learner.offload', 'stop.bad_step', 'log.steps',
+              'patience', 'healthy', 'checkpoints.keep', 'checkpoints.minutes', 'checkpoints.restarts',
+              'checkpoints.grace')                                               # of a run that is resumed
 
 def note_params(log, config, may_change=MAY_CHANGE):
     """Write a run's parameters, or compare them with those it was begun with; a setting that came into being since then

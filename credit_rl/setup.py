@@ -206,12 +206,12 @@ def real_questions(
     questions.
     """
     if len(data_sets(task)) > 1: return _mixed_questions(task, data_sets(task), seed)
-    if get_benchmark(task.data).parts and task.dev_split is None: return _own_parts(task, seed)
-    split = task.dev_split or get_benchmark(task.data).eval_split
+    if get_benchmark(task.data).parts and task.splits.dev is None: return _own_parts(task, seed)
+    split = task.splits.dev or get_benchmark(task.data).eval_split
     held = _distinct(load_questions(task.data, task.path, split, tokens=task.tokens))
     if task.path is not None and Path(task.path).is_file(): return _drawn_parts(in_parts(held), task, seed)
-    pool = held if task.train_split == split else \
-        load_questions(task.data, task.path, task.train_split, tokens=task.tokens)
+    pool = held if task.splits.train == split else \
+        load_questions(task.data, task.path, task.splits.train, tokens=task.tokens)
     wanted = min(task.dev_questions + task.test_questions, len(held) // 2 if pool is held else len(held))
     held = random.Random(seed_of('held out', seed)).sample(held, wanted)
     taken = {q.text for q in held}
@@ -275,7 +275,7 @@ def real_passages(task):
     """The passages that are searched: the path's corpus, or the paragraphs of its questions, or those of the hub's two
     splits."""
     if task.path is not None: return load_corpus(task.data, task.path)
-    splits = dict.fromkeys((task.train_split, task.dev_split or get_benchmark(task.data).eval_split))
+    splits = dict.fromkeys((task.splits.train, task.splits.dev or get_benchmark(task.data).eval_split))
     both = [p for split in splits for p in load_corpus(task.data, split=split)]
     once = {(p.title, p.text): p for p in both}.values()
     return [dataclasses.replace(p, id=str(i)) for i, p in enumerate(once)]
@@ -420,7 +420,7 @@ def start_engine(
     """Who acts in a run that learns. It acts with the model that learns, or with a copy, which stays whole, and as it is
     while the other learns."""
     if c.lora: add_lora(setup.model, c.lora, c.seed)
-    apart = c.engine == 'hf' and (c.ahead or c.learner == 'deepspeed' and c.stage == 3)
+    apart = c.engine == 'hf' and (c.ahead or c.learner.kind == 'deepspeed' and c.learner.stage == 3)
     acts = copy.deepcopy(setup.model).eval() if apart else setup.model
     return make_engine(c, origin.start, acts, setup.chat.tokenizer)
 
@@ -461,7 +461,7 @@ def make_backend(
     c,  # Config
 ):
     "What a run's learner runs through: `DeepSpeedBackend`, or None for plain PyTorch."
-    return None if c.learner == 'plain' else DeepSpeedBackend(c.stage, c.dtype, c.deepspeed)
+    return None if c.learner.kind == 'plain' else DeepSpeedBackend(c.learner.stage, c.dtype, c.learner.deepspeed)
 
 def make_learner(
     c,       # Config
@@ -472,13 +472,13 @@ def make_learner(
     method = get_method(c.method)
     loss = c.loss_of(method)
     # models that are only read wait there, until the policy is spread and has left room for them
-    aside = 'cpu' if c.learner == 'deepspeed' else None
+    aside = 'cpu' if c.learner.kind == 'deepspeed' else None
     reference = origin.load_base(aside) if c.log.kl or loss.kl else None
     warmed = c.critic.warmed and read_warmed(c.critic.warmed)
     critic = start_critic(c.critic.of(method), model, c.seed, warmed, origin.dtype)
     teacher = _load_teacher(c.teacher.model, origin, aside) if method.needs.teacher else None
-    frozen = FrozenModels(reference, teacher, c.teacher.period(method, c.steps), tuple(c.offload))
-    if c.gradient_checkpointing:
+    frozen = FrozenModels(reference, teacher, c.teacher.period(method, c.steps), tuple(c.learner.offload))
+    if c.learner.checkpointing:
         for m in (model, critic and critic.model):
             if m is not None: m.gradient_checkpointing_enable({'use_reentrant': False})
     if c.tree: _read_trees(model, critic and critic.model, reference, teacher)
@@ -530,9 +530,9 @@ def plan_of(
     # vLLM has pages for what its share of the memory holds, and lets others wait: it must hold one trajectory
     played = 1 if vllm else min(c.act_rows, -(-c.questions_per_step // c.ranks) * c.group_size)
     return TrainingPlan(
-        c.stage if c.learner == 'deepspeed' else None, c.ranks, 4 if c.dtype == 'float32' else 2,
-        critic == 'own', sum(held.values()) + frozen, sum(held[n] for n in c.offload), c.row_tokens,
-        c.gradient_checkpointing, 'offload_optimizer' in c.deepspeed.get('zero_optimization', {}),
+        c.learner.stage if c.learner.kind == 'deepspeed' else None, c.ranks, 4 if c.dtype == 'float32' else 2,
+        critic == 'own', sum(held.values()) + frozen, sum(held[n] for n in c.learner.offload), c.row_tokens,
+        c.learner.checkpointing, 'offload_optimizer' in c.learner.deepspeed.get('zero_optimization', {}),
         bool(c.tflops) or torch.cuda.is_available(), ranks_here(c.ranks, c.hosts.file, c.hosts.count),
         played * c.max_tokens, _lora_share(c.model, c.lora),
         copies=acts, sleeps=bool(c.vllm.get('sleep_level')), copied=copies + frozen,
@@ -542,7 +542,7 @@ def plan_of(
         **_forwards(c, c.loss_of(method)),
         branches=max(_answer_tokens(c, method.bind(c.options)).values(), default=0),
         prompts=0 if vllm else min(_READ_TOKENS, played * c.max_tokens),
-        **_sent_at_a_time(c.deepspeed))
+        **_sent_at_a_time(c.learner.deepspeed))
 
 # %% ../nbs/5_run/62_setup.ipynb #c083s1
 _READ_TOKENS = signature(HFEngine).parameters['read_tokens'].default
@@ -696,7 +696,7 @@ def examine(
         for line in notes: say(line)
     method = bound_method(c)
     wrong += complaints(lambda: [service.check() for service in method.services])      # a judge is asked one word
-    if c.learner == 'deepspeed' and importlib.util.find_spec('deepspeed') is None:
+    if c.learner.kind == 'deepspeed' and importlib.util.find_spec('deepspeed') is None:
         wrong.append("learner='deepspeed' needs DeepSpeed: pip install 'credit_rl[train]'")
     scored = scored_schemas(method, c.measure)
     for line in schema_notes(c, scored, load=not absent): say(line)

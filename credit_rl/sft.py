@@ -171,7 +171,7 @@ def rejection_sft(
 def _tune(c, how, say, ranks):
     "The fine-tuning, or this rank's part of it. Returns the run's folder."
     say = say if ranks.first else lambda line: None
-    set_torch(c.threads, c.tf32)
+    set_torch(c.torch.threads, c.torch.tf32)
     with contextlib.ExitStack() as stack:
         asked = stack.enter_context(told_to_end(c.run))
         log = stack.enter_context(RunLog(c.run, c.resume) if ranks.first else SilentLog(c.run))
@@ -195,7 +195,7 @@ def _tune(c, how, say, ranks):
         inside = sum(question_key(q) in taught for q in asks)
         say(f'base: EM {memory["base"]["em"]:.3f} on {len(asks)} test questions')
         engine.sleep()
-        if c.gradient_checkpointing: stage.model.gradient_checkpointing_enable({'use_reentrant': False})
+        if c.learner.checkpointing: stage.model.gradient_checkpointing_enable({'use_reentrant': False})
         learner = imitator(stage.model, kept, how, c.row_tokens, c.stop.bad_step, make_backend(c))
         if found:
             learner.restore(found[1])

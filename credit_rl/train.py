@@ -789,7 +789,7 @@ def _train(c, say, ranks):
         if ranks.first:
             for line in [*log_lines(c.run), over_line(c)]: say(line)
         return Path(c.run)
-    set_torch(c.threads, c.tf32)
+    set_torch(c.torch.threads, c.torch.tf32)
     with told_to_end(c.run) as asked, contextlib.closing(begin_run(c, say, ranks)) as run:
         with run.log.beginning(): first = _begin(run)
         _steps(run, first, SaveTimes(asked, c.checkpoints.minutes, ranks))

@@ -24,7 +24,7 @@ from .protocol import PROTOCOLS, last_answer
 from .rollout import rollout
 from .runlog import RunLog, note_params
 from .scoring import acting_states, answer_header, answer_logps, gold_templates
-from .settings import Config, Correction, make_config
+from .settings import Config, Correction, LearnerChoice, make_config
 from .setup import bound_method, draw_questions, make_setup, origin_of
 from .trajectory import Group, Question, Result, Stop, Trajectory, Turn
 
@@ -537,7 +537,7 @@ def trl_run(
     from datasets import Dataset
     config = make_config(config) if isinstance(config, dict) else config
     if config.dry_run: raise ValueError('training under TRL has no dry_run')
-    usual = {'resume': False, 'lora': {}, 'engine': 'hf', 'learner': 'plain', 'ranks': 1, 'ahead': 0,
+    usual = {'resume': False, 'lora': {}, 'engine': 'hf', 'learner': LearnerChoice(), 'ranks': 1, 'ahead': 0,
              'correction': Correction()}
     if given := [f'{n}={v!r}' for n, x in usual.items() if (v := getattr(config, n)) != x]:
         raise ValueError(f'training under TRL does not heed {", ".join(given)}: leave it out, or use credit_rl.train')

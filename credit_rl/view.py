@@ -263,10 +263,10 @@ def show_group(
                  f'group {group.question.id}')
 
 # %% ../nbs/6_looking/72_view.ipynb #v101
-import base64, hashlib, json, sys
+import base64, hashlib, json
 import numpy as np
 from .methods import METHODS
-from .parameters import make_parser, one_dialect
+from .parameters import make_parser
 from .recorded import Recording, read_recording, recorded_credit, recorded_tokenizer, token_texts
 
 def _plain(x):
@@ -466,7 +466,7 @@ def main(
     parser.add_argument('--protocol', help='how such a file writes calls and answers, tspo unless it is given')
     parser.add_argument('--most', type=int, default=500, help='rollouts, the newest')
     parser.add_argument('--characters', type=int, default=20_000, help='of a text, at most')
-    given = parser.parse_intermixed_args(one_dialect(sys.argv[1:] if arguments is None else arguments, {}, parser))
+    given = parser.parse_args(arguments)
     try:
         page = show_run(read(given.run, given.most, given.protocol), given.rules, characters=given.characters)
         run = Path(given.run)

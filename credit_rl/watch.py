@@ -10,7 +10,7 @@ import json, math, os, shutil, sys, textwrap, time
 from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
-from .parameters import make_parser, one_dialect
+from .parameters import make_parser
 from .runlog import (Journal, latest_checkpoint, metrics_by_step, has_metrics, is_stored, read_json, read_params,
                               read_summary)
 
@@ -250,7 +250,7 @@ def main(arguments=None):  # list of str; None: the command line's
     parser.add_argument('run', help='folder of a run, there or not yet')
     parser.add_argument('--every', type=float, default=2., help='seconds between two looks')
     parser.add_argument('--once', action='store_true', help='look once')
-    given = parser.parse_intermixed_args(one_dialect(sys.argv[1:] if arguments is None else arguments, {}, parser))
+    given = parser.parse_args(arguments)
     if not given.every > 0: parser.error(f'--every takes seconds, more than 0, got {given.every}')
     if Path(given.run).is_file(): parser.error(f'{given.run} is a file; wanted the folder of a run, runs/NAME')
     try: status = watch(given.run, given.every, given.once)

@@ -139,7 +139,7 @@ def open_agent(
     if not (config.protocol or '').startswith('carl'):
         raise ValueError(f"{run} played by the protocol {config.protocol or 'of its data'!r}; this examination needs "
                          "one that leaves the choice: 'carl' or 'carl-tiny'")
-    set_torch(config.threads, config.tf32)
+    set_torch(config.torch.threads, config.torch.tf32)
     device = None if config.engine == 'hf' else 'cpu'      # where a vLLM plays it has the GPU, until the critic is read
     policy, tokenizer, step = read_policy(run, checkpoint, device)
     origin = origin_of(config)

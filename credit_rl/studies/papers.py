@@ -90,8 +90,9 @@ def count_states():
     return table.assign(all=table.sum(axis=1))
 
 # %% ../../nbs/papers/84_papers.ipynb #w002
-_FREE = {*MAY_CHANGE, 'warm_steps', 'path', 'corpus', 'other_corpus', 'engine', 'vllm', 'learner', 'stage', 'deepspeed',
-         'dtype', 'gradient_checkpointing', 'row_tokens', 'batch', 'log.rollouts', 'critic.warmed', 'tf32', 'train_from'
+_FREE = {*MAY_CHANGE, 'warm_steps', 'path', 'corpus', 'other_corpus', 'engine', 'vllm', 'learner.kind', 'learner.stage',
+         'learner.deepspeed', 'learner.checkpointing', 'dtype', 'row_tokens', 'batch', 'log.rollouts', 'critic.warmed',
+         'torch.tf32', 'train_from'
          } - {'steps', 'warm_steps'}   # settings that change no result, or that a folder's name has already
 _KINDS = {'train': (Config,), 'warmup': (Warming,), 'evaluate': (Evaluation,), 'longform': (JudgeChoice, Evaluation)}
 _LOGS = ('export', 'competence')   # whose folder here holds the log alone

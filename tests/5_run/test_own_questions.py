@@ -62,7 +62,7 @@ def test_documents_are_searched(place):
 
 
 @pytest.mark.parametrize('given, message', [
-    ({'data': 'nowhere.jsonl'}, 'no such file'), ({'path': 'x'}, 'leave out path'), ({'dev_split': 'dev'}, 'dev_split'),
+    ({'data': 'nowhere.jsonl'}, 'no such file'), ({'path': 'x'}, 'leave out path'), ({'dev_split': 'dev'}, 'splits'),
     ({'columns': {'golds': 'x'}}, 'columns'), ({'cut': {'words': 2, 'overlap': 2}}, 'overlap')])
 def test_what_says_nothing_of_a_file_is_refused(place, given, message):
     with pytest.raises(ValueError, match=message):

@@ -55,7 +55,7 @@ def test_a_name_of_before_is_read_as_the_setting_of_today():
     old = {'log_kl': False, 'hosts': 2, 'ranks': 2, 'endpoint': 'node0:1'}
     new = {'log': {'kl': False}, 'hosts': {'count': 2, 'endpoint': 'node0:1'}, 'ranks': 2}
     assert make_config(old) == make_config(new) == make_config({**new, **old}) != Config()
-    typed, _ = read_settings(make_parser('run', 'Run.'), ['log_kl=false', '--hosts.count', '2', '-p', 'endpoint', 'node0:1', 'ranks=2'],
+    typed, _ = read_settings(make_parser('run', 'Run.'), ['log_kl=false', 'hosts.count=2', 'endpoint=node0:1', 'ranks=2'],
                              by_group(Config))
     assert make_config(typed) == make_config(old)
     assert make_config({**new, 'log_kl': True}).log.kl                      # by itself, over its group

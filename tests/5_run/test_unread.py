@@ -11,7 +11,7 @@ from credit_rl.tiny import tiny_tokenizer
 
 @pytest.mark.parametrize('given', [
     {'path': 'questions.jsonl'}, {'corpus': 'docs'}, {'dense': {'nprobe': 4}}, {'patience': {'tries': 2}},
-    {'mix': {'nq': 1}}, {'train_split': 'dev'}, {'dev_split': 'test'}])
+    {'mix': {'nq': 1}}, {'splits': {'train': 'dev'}}])
 def test_the_tiny_world_refuses_what_it_does_not_read(given, tmp_path):
     (name,) = given
     with pytest.raises(ValueError, match=f'{name}=.*would not be read.*data=NAME'): check(make_config(given))

@@ -76,7 +76,7 @@ def test_help_shows_what_matters_and_help_all_every_setting_with_its_line(verb, 
 @pytest.mark.parametrize('words, near', [
     (['compare', '--metods', 'tspo'], "did you mean '--methods'"),
     (['serve', 'x', '--prot=1'], "did you mean '--port'"),
-    (['evaluate', '--modle', 'x'], "did you mean '--model'")])
+    (['evaluate', '--modle', 'x'], 'model=')])
 def test_a_mistyped_flag_names_the_nearest(words, near, capsys):
     with pytest.raises(SystemExit) as end:
         main(words)
@@ -175,12 +175,12 @@ def read(*typed):
     return read_settings(parser, list(typed), by_group(Config))
 
 
-@pytest.mark.parametrize('typed', [
-    ('method=tspo', 'seed=1', 'dry_run=true'), ('--method', 'tspo', '--seed=1', '--dry_run'),
-    ('-p', 'method', 'tspo', '-p', 'seed', '1', '-p', 'dry_run', 'True'), ('--dry-run', 'method=tspo', '--seed', '1')])
-def test_a_setting_is_read_however_it_is_written(typed):
-    settings, given = read(*typed)
-    assert make_config(settings) == make_config({'method': 'tspo', 'seed': 1, 'dry_run': True})
+@pytest.mark.parametrize('typed, near', [
+    (('--method', 'tspo'), 'method='), (('--dry-run',), 'dry_run='), (('--options.alpha=0.5',), 'options.alpha='),
+    (('-p', 'seed', '1'), 'papermill'), (('out=x',), '--out')])
+def test_a_setting_is_written_in_one_way_and_an_argument_in_another(typed, near, capsys):
+    with pytest.raises(SystemExit): read(*typed)
+    assert near in capsys.readouterr().err
 
 
 def test_an_option_is_set_by_its_name_in_the_dict(tmp_path):
@@ -189,16 +189,12 @@ def test_an_option_is_set_by_its_name_in_the_dict(tmp_path):
                        'vllm.dtype=bfloat16', 'world.size=60')
     assert settings == {'options': {'alpha': .5, 'ddof': 1, 'overlong.buffer': 9}, 'vllm': {'dtype': 'bfloat16'},
                         'world': {'size': 60}}
-    for typed in (['--options.alpha', '0.5', 'seed=1'], ['--options.alpha=0.5', '--seed', '1'],
-                  ['-p', 'options.alpha', '0.5', '-p', 'seed', '1']):
-        assert read(*typed)[0] == {'options': {'alpha': .5}, 'seed': 1}
     with pytest.raises(ValueError, match='setting'): make_config(read('metod.x=1')[0])
 
 
 @pytest.mark.parametrize('typed', [
-    ('--methods', 'tspo', 'grpo', '--out', 'a=b', 'steps=5'), ('methods=tspo,grpo', 'steps=5', 'out=a=b'),
-    ('steps=5', '--out=a=b', 'methods=[tspo, grpo]'), ('--methods', 'tspo,grpo', 'steps=5', '--out', 'a=b'),
-    ('--methods=tspo,grpo', '--steps', '5', '--out', 'a=b'), ('--methods', 'tspo,', 'grpo', '--out=a=b', 'steps=5')])
+    ('--methods', 'tspo', 'grpo', '--out', 'a=b', 'steps=5'), ('steps=5', '--out=a=b', '--methods', 'tspo', 'grpo'),
+    ('--out', 'a=b', '--methods', 'tspo', 'steps=5', 'grpo')])
 def test_an_argument_that_takes_several_leaves_the_settings(typed):
     settings, given = read(*typed)
     assert (settings, given.methods, given.out) == ({'steps': 5}, ['tspo', 'grpo'], 'a=b')
@@ -210,7 +206,6 @@ def test_a_dict_may_come_as_text_as_papermill_hands_it_over():
 
 
 def test_a_list_needs_no_brackets():
-    "As --methods, rules and sets need none."
     for text in ('belief, entropy', 'belief,entropy', '[belief, entropy]'):
         assert make_config(read(f'measure={text}')[0]).measure == ['belief', 'entropy']
     assert make_config(read('measure=belief')[0]).measure == ['belief']

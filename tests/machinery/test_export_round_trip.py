@@ -150,12 +150,11 @@ def test_a_round_trip(case, tmp_path, root):
     let_it_end(base, case, row.question.text, chat)
     add(base, temperature=.6, repetition_penalty=1.3)
     main([*words, f'sft.demos={tmp_path / "demos"}', 'sft.epochs=1', 'sft.learning_rate=1e-9', f'run={tmp_path / "sft"}'])
-    made = tmp_path / 'sft' / 'model'
-    if case == 'end of turn':                                          # nothing is said again
-        train({'data': 'hotpotqa', 'path': str(root / 'data/hotpotqa_sample.json'), 'model': str(made), 'method': 'grpo',
-               'threads': 1, 'steps': 1, 'questions': 2, 'questions_per_step': 1, 'group_size': 2, 'dev_questions': 1,
-               'test_questions': 1, 'learning_rate': 1e-9, 'track': '', 'run': str(tmp_path / 'run')}, say=lambda line: None)
-        made = export_run(tmp_path / 'run', tmp_path / 'made')
+    train({'data': 'hotpotqa', 'path': str(root / 'data/hotpotqa_sample.json'), 'model': str(tmp_path / 'sft' / 'model'),
+           'method': 'grpo', 'threads': 1, 'steps': 1, 'questions': 2, 'questions_per_step': 1, 'group_size': 2,
+           'dev_questions': 1, 'test_questions': 1, 'learning_rate': 1e-9, 'track': '', 'run': str(tmp_path / 'run')},
+          say=lambda line: None)                                         # nothing is said again
+    made = export_run(tmp_path / 'run', tmp_path / 'made')
     protocol_text = protocol.read_text()
     run_evaluation({'data': 'hotpotqa', 'path': asked[1].removeprefix('path='), 'model': str(made), 'questions': 2,
                     'threads': 1, 'run': str(tmp_path / 'evaluation')}, say=lambda line: None, progress=False)

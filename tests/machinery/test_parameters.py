@@ -59,8 +59,8 @@ def test_spaces_around_the_sign_are_refused_with_a_sentence(capsys):
 
 
 def test_a_list_without_brackets_has_no_empty_parts():
-    assert make_config({'offload': 'reference,,teacher'}).offload == ['reference', 'teacher']
-    assert make_config({'offload': ''}).offload == []
+    assert make_config({'offload': 'reference,,teacher'}).learner.offload == ['reference', 'teacher']
+    assert make_config({'offload': ''}).learner.offload == []
     with pytest.raises(ValueError): make_config({'offload': 'reference,[teacher'})
 
 

@@ -294,7 +294,7 @@ def test_a_file_loads_and_passes_the_checks(name, tmp_path):
     shutil.copytree(ROOT / 'data' / 'tiny_base', tmp_path / 'model')      # stands in for the model, which is not here
     config = make_config({**settings(name), 'model': str(tmp_path / 'model')})
     check(replace(config, engine='hf', vllm={}))                           # vLLM wants the host, see below
-    assert (config.learner, config.ranks, config.run) == ('deepspeed', 8,
+    assert (config.learner.kind, config.ranks, config.run) == ('deepspeed', 8,
                                                           f'runs/{name}') and settings(name)['model'] in MODELS
     got = (config.steps, config.questions_per_step, config.group_size, config.minibatches, config.epochs,
            config.learning_rate, config.adamw.clip, config.kl)

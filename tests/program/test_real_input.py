@@ -274,7 +274,7 @@ def test_a_folder_keeps_its_splits(data):
     assert named['train'] <= own['train'] and named['dev'] | named['test'] <= own['dev'] and disjoint(parts)
     assert len(parts['dev']) == len(parts['test']) == 4
     # trains on what dev and test leave
-    same = real_questions(dataclasses.replace(config, train_split='dev'), config.seed)
+    same = real_questions(dataclasses.replace(config, splits={'train': 'dev'}), config.seed)
     assert names(same)['train'] <= own['dev'] and disjoint(same)
 
 

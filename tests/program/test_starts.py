@@ -82,7 +82,7 @@ def test_a_comparison_has_no_dry_run(tmp_path, monkeypatch):
     from credit_rl.compare import main
     monkeypatch.chdir(ROOT)
     with pytest.raises(SystemExit, match='dry_run'):
-        main(['--methods', 'grpo', '--seeds', '1', '--out', str(tmp_path / 'runs'), '--dry-run'])
+        main(['--methods', 'grpo', '--seeds', '1', '--out', str(tmp_path / 'runs'), 'dry_run=true'])
     assert not (tmp_path / 'runs').exists()
 
 
