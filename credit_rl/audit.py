@@ -456,7 +456,7 @@ def run_audit(
     """Audit a checkpoint: writes `audit.csv`, `audit.json` and `figures/audit.png` into the run's folder, and of a tiny
     world `solver.csv`, the rules held against the solver's value. Returns the folder. Raises FolderInUse."""
     with writing(config.run) as folder:
-        truth, table, more, against = _audited(config, auditing, say)
+        truth, table, more, against = _make_audit(config, auditing, say)
         # store an audit
         squares = squares_by_kind(truth, turn_kinds(truth.groups))
         (folder/'figures').mkdir(parents=True, exist_ok=True)
@@ -478,7 +478,7 @@ def run_audit(
 # %% ../nbs/6_looking/71_audit.ipynb #a026x4
 def _reads_chains(name): return not {'solver', 'notes'}.isdisjoint(r.name for r in get_method(name).rewards)
 
-def _audited(config, auditing, say):
+def _make_audit(config, auditing, say):
     """An audit: (truth, table, what else was found: dict, table of a tiny world against the solver's values, None of
     others)."""
     judged = [name for name in auditing.rules if config.data == 'tiny' or not _reads_chains(name)]

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['LAUNCHER', 'Ranks', 'is_rank', 'join_ranks', 'check_alike', 'expect_file', 'keep_traceback', 'failure',
            'check_threads', 'check_hosts', 'ranks_here', 'rank_environment', 'missing_for_hosts', 'launch_command',
-           'Hosts', 'Torch', 'Processes', 'set_torch', 'LaunchError', 'speak', 'Progress', 'told_to_end', 'SaveTimes',
+           'Hosts', 'Torch', 'Processes', 'set_torch', 'LaunchError', 'speak', 'Progress', 'watch_signals', 'SaveTimes',
            'save_point', 'write_groups', 'read_groups', 'play_parts', 'launch', 'on_ranks', 'let_threads_sleep']
 
 # %% ../nbs/machinery/03_launch.ipynb #c002
@@ -181,8 +181,8 @@ def check_alike(
     look = lambda: (socket.gethostname(), given, _reads(folder, token), {p: _bytes(p) for p in _named_files(settings)})
     seen = ranks.each(list(range(ranks.count)), lambda mine: [look()] * len(mine))
     if ranks.first: (Path(folder)/token).unlink()
-    if apart := _given_apart(seen): raise ValueError('every host gives the same command, but ' + '; '.join(apart))
-    if wrong := _seen_apart(folder, seen):
+    if apart := _compare_settings(seen): raise ValueError('every host gives the same command, but ' + '; '.join(apart))
+    if wrong := _ask_hosts(folder, seen):
         raise ValueError('the hosts of a run must see the same files, under the same paths, but ' + '; '.join(wrong))
 
 def _write_token(folder):
@@ -205,14 +205,14 @@ def _bytes(path):
     return sum(p.stat().st_size for p in path.rglob('*') if p.is_file())
 
 # %% ../nbs/machinery/03_launch.ipynb #s3x6
-def _given_apart(seen):
+def _compare_settings(seen):
     "Settings that differ from the first rank's, list of str."
     first, mine, *_ = seen[0]
     apart = [f'{name}={there.get(name)!r} on {host}, {mine.get(name)!r} on {first}' for host, there, *_ in seen
              for name in {**mine, **there} if there.get(name) != mine.get(name)]
     return list(dict.fromkeys(apart))
 
-def _seen_apart(folder, seen):
+def _ask_hosts(folder, seen):
     """What hosts see otherwise than the first, list of str; `seen`: of each rank (host, settings, reads the token, bytes
     by path)."""
     first, _, _, sizes = seen[0]
@@ -255,7 +255,7 @@ def _write_error(place, rank, error):
 # as torchrun reports ranks that a signal ended
 _DEATHS = re.compile(r'rank\s*:\s*(\d+) \(local_rank.*\n.*?exitcode\s*:\s*(-\d+)')
 
-def _killed(log):
+def _find_killed(log):
     "Ranks that a signal ended, by what a launcher printed: dict rank → signal."
     deaths = {int(rank): signal.Signals(-int(code)).name for rank, code in _DEATHS.findall(log)}
     # those are what the others' ends look like
@@ -277,7 +277,7 @@ def failure(
     "Say why a run's ranks ended without a result: a signal, else the first traceback, else the log."
     folder, notes = Path(folder), _notes(folder)
     where = f'the whole output is in {folder/file}'
-    if killed := _killed(log):
+    if killed := _find_killed(log):
         ended = ', '.join(f'rank {rank} was ended by {name}' for rank, name in killed.items())
         return f'{ended} (out of memory, or someone ended it); {where}'
     if notes:
@@ -508,7 +508,7 @@ def _lines(process):
 _END = '.end'    # file in a run's folder by which a launcher tells all ranks to save and end: the signal's number
 
 @contextlib.contextmanager
-def told_to_end(folder):
+def watch_signals(folder):
     """Let SIGTERM and SIGUSR1 ask for an end: a function that gives the signal's number, 0 while nobody has asked. Ranks
     are asked by their launcher, through a file in the run's `folder`; a signal alone ends a rank, and a second one any
     process."""
@@ -541,7 +541,7 @@ def _end_unless(asked, seconds=10):
 @dataclass
 class SaveTimes:
     "When a run saves on its way: after so many minutes, and where any of its ranks was asked to end."
-    asked: object          # function that gives the signal's number, see told_to_end
+    asked: object          # function that gives the signal's number, see watch_signals
     minutes: float = 0.    # between two checkpoints; 0: only where an end is asked for
     ranks: Ranks = Ranks()
     last: float = field(default_factory=time.monotonic)     # when it saved
@@ -677,7 +677,7 @@ class _Hosts:
         if not self.met and re.search('Rendezvous(Timeout|Connection)Error', text):
             own = (f'{self.count} hosts did not all come within {_WAIT} s: is the same command given on each, and can '
                    f'the endpoint be reached? The whole output is in {self.folder/file}')
-        self.tell(own, bool(_killed(text)))
+        self.tell(own, bool(_find_killed(text)))
         while self.met and len(self.words()) < self.count and not self.lost(15) and time.monotonic() < until:
             time.sleep(.2)
         first = failure(self.folder, text, file) if _notes(self.folder) else self.words()[0]
@@ -692,7 +692,7 @@ def launch(
     grace=60,         # seconds that the ranks have to end once the result is there
     environment=None, # dict, variables besides those of this process
     hosts=1,          # that meet, each of which starts its own ranks and writes ranks-HOST-PROCESS.log
-    saves=0,          # seconds that ranks have to save, by told_to_end, when this process is told to end; 0: they cannot
+    saves=0,          # seconds that ranks have to save, by watch_signals, when this process is told to end; 0: they cannot
 ):
     """Run ranks to their end, passing on their progress. Raises LaunchError, saying why, if they leave no new result;
     SystemExit where they saved and ended because they were told to."""
@@ -702,7 +702,7 @@ def launch(
     over, file = lambda: stamp() not in (None, before), f'ranks{hosts.name}.log'
     _clear(folder, hosts.name, hosts.sitting)
     try:
-        with told_to_end(folder) if saves else _sigterm_interrupts() as asked:
+        with watch_signals(folder) if saves else _sigterm_interrupts() as asked:
             while True:
                 text, code = _follow(command, folder/file, say, over, grace, environment, hosts,
                                      saves and (saves, asked))
@@ -785,7 +785,7 @@ def on_ranks(
     hold,           # function of the settings → Hold of the run's folder, for a `with` block; refuses a folder that cannot be used
     over=False,     # whether the run is over already, so that no ranks are needed to show it
     restarts=0,     # how often ranks that end without a new checkpoint are started again, one time after the other
-    saves=0,        # seconds that ranks have to save, by told_to_end; 0: they cannot
+    saves=0,        # seconds that ranks have to save, by watch_signals; 0: they cannot
 ):
     "Do a run's work on its ranks. Returns what `work` does, or the run's folder. Raises LaunchError."
     if is_rank():

@@ -8,7 +8,7 @@ __all__ = ['METRICS', 'PACKED', 'CALLER', 'MAY_CHANGE', 'RunFolder', 'atomic_wri
            'stored_folders', 'load_yaml', 'read_yaml', 'BoundedGzip', 'Journal', 'FolderInUse', 'is_alive', 'Hold',
            'check_free', 'check_folder', 'writing', 'lasting', 'latest_checkpoint', 'named_checkpoint',
            'save_checkpoint', 'check_trackers', 'RunLog', 'metrics_by_step', 'read_metrics', 'has_metrics',
-           'read_turns', 'read_params', 'read_summary', 'note_params', 'check_same_params', 'held', 'finished',
+           'read_turns', 'read_params', 'read_summary', 'note_params', 'check_same_params', 'hold_run', 'is_finished',
            'SilentLog', 'saving', 'same_metrics', 'source_hash', 'imported_modules', 'module_hashes', 'code_hashes',
            'changed_modules']
 
@@ -31,7 +31,7 @@ class RunFolder(SettingsGroup):
                                'printed by dry_run, and where an evaluation or a comparison begins')
 
 # %% ../nbs/machinery/02_runlog.ipynb #c006
-def _hidden(path, kind):
+def _hidden_path(path, kind):
     "Hidden sibling of `path`: its version being written (`part`), complete (`new`), or on its way out (`gone`)."
     return path.with_name(f'.{path.name}.{kind}')
 
@@ -48,7 +48,7 @@ def atomic_write(path,   # file to replace or make
                  write): # write(temporary path) fills a new file
     "Replace a file as a whole: a kill at any moment leaves the old version or the new one."
     path = Path(path)
-    part = _hidden(path, 'part')
+    part = _hidden_path(path, 'part')
     if part.is_symlink(): part.unlink()                # else what is written would go where it leads
     try:
         write(part)
@@ -135,7 +135,7 @@ def _is_ours(text, path):
         _LOCKS[path] = None
         if is_here(endpoint.rpartition(':')[0].strip('[]')):
             path.parent.mkdir(parents=True, exist_ok=True)
-            file = open(_hidden(path, 'lock'), 'w')
+            file = open(_hidden_path(path, 'lock'), 'w')
             if _flock(file) is not False: _LOCKS[path] = file
     return _LOCKS[path] is not None
 
@@ -196,7 +196,7 @@ class RunPaths:
 # %% ../nbs/machinery/02_runlog.ipynb #c014
 def _settle(path):
     "Put a complete `.NAME.new` in the place of `path`; also finishes what a killed writer began."
-    new, gone = _hidden(path, 'new'), _hidden(path, 'gone')
+    new, gone = _hidden_path(path, 'new'), _hidden_path(path, 'gone')
     shutil.rmtree(gone, ignore_errors=True)
     if new.exists():
         if path.exists(): os.rename(path, gone)
@@ -215,7 +215,7 @@ def atomic_folder(path):  # folder to replace or make
         raise NotADirectoryError(f'{path} is no folder, so none can be put in its place: give another name')
     path.parent.mkdir(parents=True, exist_ok=True)
     _settle(path)
-    part = _hidden(path, 'part')
+    part = _hidden_path(path, 'part')
     shutil.rmtree(part, ignore_errors=True)
     part.mkdir()
     try: yield part
@@ -226,7 +226,7 @@ def atomic_folder(path):  # folder to replace or make
     for p in sorted(part.rglob('*')):
         if not p.is_symlink(): _sync(p)
     _sync(part)
-    os.rename(part, _hidden(path, 'new'))
+    os.rename(part, _hidden_path(path, 'new'))
     _settle(path)
 
 # %% ../nbs/machinery/02_runlog.ipynb #c018
@@ -778,7 +778,7 @@ def _own(path):
 
 # %% ../nbs/machinery/02_runlog.ipynb #s2x8
 @contextlib.contextmanager
-def _said_of(folder):
+def _name_folder(folder):
     "Say of an error of the file system which folder cannot be written. Raises OSError."
     try: yield
     except FolderInUse: raise
@@ -786,10 +786,10 @@ def _said_of(folder):
         raise OSError(e.errno, f'{folder} cannot be written ({e.strerror}); choose a folder that can, or mend its '
                                'permissions') from e
 
-def _made(folder):
+def _make_folder(folder):
     "A run folder, made if missing. Raises OSError where it cannot be."
     check_folder(folder)
-    with _said_of(folder): folder.mkdir(parents=True, exist_ok=True)
+    with _name_folder(folder): folder.mkdir(parents=True, exist_ok=True)
     return folder
 
 @contextlib.contextmanager
@@ -797,7 +797,7 @@ def writing(folder):  # made if missing
     """Let this process alone write a folder; one that was made and stays empty is removed. Raises FolderInUse with the
     one that writes it, OSError where it cannot be written."""
     folder, there = Path(folder), Path(folder).exists()
-    with _said_of(_made(folder)): hold = Hold(folder)
+    with _name_folder(_make_folder(folder)): hold = Hold(folder)
     try:
         with hold: yield folder
     finally:
@@ -813,7 +813,7 @@ def _check_run(folder, resume):
     if packed_run(folder):
         raise ValueError(f"{folder} is a run in its study's tables, which keep no checkpoints: it is not resumed; choose "
                          'another name')
-    with _said_of(folder):
+    with _name_folder(folder):
         atomic_write(folder/'probe', lambda path: path.write_text('can this folder be written?'))
         (folder/'probe').unlink()
 
@@ -872,7 +872,7 @@ def named_checkpoint(folder,       # of a run
 # %% ../nbs/machinery/02_runlog.ipynb #c038
 def _remove(path):
     "Delete a folder so that a kill never leaves half of it under its name."
-    gone = _hidden(path, 'gone')
+    gone = _hidden_path(path, 'gone')
     shutil.rmtree(gone, ignore_errors=True)
     os.rename(path, gone)
     shutil.rmtree(gone)
@@ -919,7 +919,7 @@ def save_checkpoint(folder,    # of a run
         for file in there: _sync(file)
         (part/_SIZES).write_text(json.dumps({file.name: file.stat().st_size for file in there}))
     if name:
-        part = _hidden(path.with_name(name), 'part')
+        part = _hidden_path(path.with_name(name), 'part')
         part.unlink(missing_ok=True)
         part.symlink_to(path.name)
         os.replace(part, path.with_name(name))
@@ -1021,9 +1021,9 @@ class RunLog(Hold):
     def __init__(self, folder,   # runs/NAME; made if missing
                  resume=False,   # True: continue the run that it holds, if any; False: refuse a folder that holds one
                  trackers=()):   # names in TRACKERS, which show the metrics as well
-        self._trackers, self.folder = _Trackers(trackers), _made(Path(folder))
+        self._trackers, self.folder = _Trackers(trackers), _make_folder(Path(folder))
         self._journals = {name: Journal(self.folder/name, packed) for name, packed in _GROWING.items()}
-        with _said_of(self.folder): super().__init__(self.folder)
+        with _name_folder(self.folder): super().__init__(self.folder)
         try:
             _check_run(self.folder, resume)
             self._new = not (self.folder/'params.yaml').exists()
@@ -1175,7 +1175,7 @@ def check_same_params(config, may_change=MAY_CHANGE):
 
 # %% ../nbs/machinery/02_runlog.ipynb #c091
 @contextlib.contextmanager
-def held(
+def hold_run(
     config,                 # Config
     may_change=MAY_CHANGE,  # settings that may differ from those that a resumed run began with
 ):
@@ -1186,7 +1186,7 @@ def held(
         with log.beginning(): yield log
 
 # %% ../nbs/machinery/02_runlog.ipynb #n0310
-def finished(
+def is_finished(
     c,  # Config: run, resume, steps
 ):
     """Whether a run is resumed that is complete: its summary is there and has as many steps (or says that it

@@ -20,7 +20,7 @@ from .evaluate import evaluate, note_seen, seen_lines, summarize, train_keys
 from .information_gain import belief_schema, belief_warning
 from .judge import Judge, judge_counts
 from .launch import (LaunchError, Progress, Ranks, SaveTimes, is_rank, on_ranks, save_point, set_torch, speak,
-                              told_to_end)
+                              watch_signals)
 from .layout import pack
 from .learner import BadStep, Learner
 from .dry_run import is_large, no_gpu
@@ -31,14 +31,14 @@ from .parts import Golds, Measured, Needs, assign, start_values
 from .world import get_regime
 from .protocol import prompt_hash
 from .rollout import continuations, rollout
-from .runlog import (MAY_CHANGE, RunLog, BoundedGzip, SilentLog, check_same_params, code_hashes, finished, held,
+from .runlog import (MAY_CHANGE, RunLog, BoundedGzip, SilentLog, check_same_params, code_hashes, is_finished, hold_run,
                               latest_checkpoint, metrics_by_step, named_checkpoint, note_params, read_json, read_params)
 from .scoring import GOLDS_OPTION, answer_header, gold_templates, gold_texts, retell, teacher_chat
 from .search_service import SearchClient
 from .settings import DOZEN, Config, check, make_config, schema_notes, scored_schemas
 from .setup import (Setup, bound_method, draw_questions, examine, forecast, foretell, hand_over, start_engine,
                              make_learner, make_setup, origin_of, real_questions, real_search)
-from .step_metrics import (IDLE, base_lines, base_report, collapsed, credit_metrics, credited_tokens,
+from .step_metrics import (IDLE, base_lines, base_report, has_collapsed, credit_metrics, credited_tokens,
                                     describe_rollouts, dev_metrics, final_lines, idle_line, is_kept, is_shown,
                                     kl_from_base, known_tiers, log_lines, mean_drift, over_line, reencoding_drift,
                                     right_marks, rollout_rows, score_groups, step_line, taught_tiers)
@@ -84,7 +84,7 @@ class Look:
 
     def _chat_of(self, who): return self.teacher or self.chat if who == 'teacher' else self.chat
 
-    def _shown(self, who, layout, groups):
+    def _show_to(self, who, layout, groups):
         "What a model reads: a layout, or the same rollouts in a teacher's own words."
         if who != 'teacher' or self.teacher is None: return layout
         prefix = len(self.teacher.encode(answer_header(self.teacher)))
@@ -101,7 +101,7 @@ class Look:
                              ('teacher', Needs(teacher=needs.teacher, ends=needs.ends))):
             if not asked.forwards: continue
             with self.log.timed(clock):
-                shown = self._shown(clock, layout, needs.groups)
+                shown = self._show_to(clock, layout, needs.groups)
                 seen = self.learner.evaluate(shown, asked, golds)
             found |= {name: value for name, value in vars(seen).items() if value is not None}
             self.passes += self.learner.passes
@@ -256,7 +256,7 @@ def _service_counts(method):
     for service in method.services: total.update(judge_counts(service))
     return total
 
-def _asked_since(before, method, ranks):
+def _count_asked(before, method, ranks):
     "What a method's services were asked since the counts `before`, on the first rank, which asks: dict."
     if not method.services: return {}
     return ranks.once(lambda: {name: n - before[name] for name, n in _service_counts(method).items()})
@@ -409,7 +409,7 @@ class _AnswerCheck:
     say: object = print   # function called with lines of text
     in_row: int = 0       # steps that were not learned from, since one was
 
-    def suffice(self, step, asked):  # asked: what `_asked_since` counted
+    def suffice(self, step, asked):  # asked: what `_count_asked` counted
         """Whether enough of what was asked for a step has a verdict. Raises ConnectionError at the fifth step in a row
         of which it has not."""
         lost, unread = asked.get('judge_failures', 0), asked.get('judge_unparsable', 0)
@@ -550,7 +550,7 @@ def train_step(
     ahead, since = run.ahead.take(run, step), time.monotonic()
     before = _service_counts(method)
     groups, rewards = play_step(run.actor, method, step, ahead, lambda: run.ahead.settle(run))
-    asked = _asked_since(before, method, run.ranks)
+    asked = _count_asked(before, method, run.ranks)
     if time.monotonic() - since > 20: run.say(f'step {step}: {len(groups)} questions played, now they teach')
     with play_ahead(run, step):                         # the engine is done, and a run that is ahead lets it go on
         metrics = describe_rollouts(groups, rewards, run.tiers) | asked | {'drift': mean_drift(run.setup.chat, groups)}
@@ -689,7 +689,7 @@ def _sample_base(actor, method, count, say):
     return report
 
 # %% ../nbs/5_run/63_train.ipynb #c090
-def _foretold(run, pace):
+def _pace_line(run, pace):
     "What a step takes beside what was foretold of rollouts as long as those that were kept: a line of text."
     seconds = foretell(run.config, kept_lengths(run.log.folder))
     parts = ', '.join(f'{part} {took:.3g}' for part, took in seconds.items() if took)
@@ -706,7 +706,7 @@ def _steps(run, first, times):
         due = step % c.eval_every == 0 or step == steps
         with run.log.timed('step'): metrics = train_step(run, step, c.log.kl and due)
         run.memory['rates'].append(metrics['answer_rate'])
-        run.memory['collapsed'] = collapsed(run.memory['rates'], c.stop.collapse)
+        run.memory['collapsed'] = has_collapsed(run.memory['rates'], c.stop.collapse)
         dev = _evaluate_dev(run, step, metrics) if due else None
         if not due: run.log.metrics(step, **metrics)
         run.memory['idle'] = run.memory.get('idle', 0) + 1 if metrics['trained_tokens'] == 0 else 0
@@ -715,7 +715,7 @@ def _steps(run, first, times):
         pace = (time.monotonic() - since) / (step - first + 1)
         if due or is_shown(step, first):
             run.say(f'{step_line(step, steps, metrics, dev)}  {pace:.2f} s/step, {pace * (steps - step):.0f} s left')
-        if step == first + 2 and is_large(c.model) and run.ranks.first: run.say(_foretold(run, pace))
+        if step == first + 2 and is_large(c.model) and run.ranks.first: run.say(_pace_line(run, pace))
         if run.memory['collapsed']:
             run.say(f'stopped at step {step}: the answer rate of the last 5 steps fell below {c.stop.collapse:.0%} of '
                     'its best; try a smaller learning rate, or a KL term')
@@ -775,22 +775,22 @@ def train(
     c = _as_begun(make_config(config, told) if isinstance(config, dict) else config)
     if c.dry_run: return examine(c, say)
     check(c)
-    over = finished(c)
+    over = is_finished(c)
     if not (over or is_rank()):
         if c.model != 'tiny': find_model(c.model)
         for line in [*forecast(c), *no_gpu(c, c.model)] if is_large(c.model) else (): say(line)
-    return on_ranks('credit_rl.train', c, say, lambda ranks: _train(c, say, ranks), held, over, c.checkpoints.restarts,
-                    c.checkpoints.grace)
+    return on_ranks('credit_rl.train', c, say, lambda ranks: _train(c, say, ranks), hold_run, over,
+                    c.checkpoints.restarts, c.checkpoints.grace)
 
 def _train(c, say, ranks):
     "The run, or this rank's part of it."
-    if finished(c):
+    if is_finished(c):
         check_same_params(c)
         if ranks.first:
             for line in [*log_lines(c.run), over_line(c)]: say(line)
         return Path(c.run)
     set_torch(c.torch.threads, c.torch.tf32)
-    with told_to_end(c.run) as asked, contextlib.closing(begin_run(c, say, ranks)) as run:
+    with watch_signals(c.run) as asked, contextlib.closing(begin_run(c, say, ranks)) as run:
         with run.log.beginning(): first = _begin(run)
         _steps(run, first, SaveTimes(asked, c.checkpoints.minutes, ranks))
         _finish(run)

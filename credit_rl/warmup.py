@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['GATE', 'tiers', 'cluster_questions', 'draw_evenly', 'GateReport', 'gate', 'Pairs', 'make_pairs', 'draw_pairs',
            'gold_shown', 'sign_pairs', 'segment_statistics', 'gate_again', 'context_values', 'GateFailed', 'WarmUp',
-           'critic_learner', 'warm_up', 'prompted', 'Missing', 'searching', 'TierChoice', 'Collection',
+           'critic_learner', 'warm_up', 'with_prompt', 'Missing', 'searching', 'TierChoice', 'Collection',
            'CollectionPlan', 'WarmupRollouts', 'read_collected', 'read_tiers', 'choose_questions', 'obedience',
            'Sampler', 'collect', 'Examination', 'WarmupResult', 'write_warmed', 'report_from', 'read_warmed']
 
@@ -26,7 +26,7 @@ from .models import write_model
 from .parts import Credit, Loss, Needs
 from .options import SettingsGroup, setting
 from .outcome import outcome_rewards
-from .protocol import PROTOCOLS, Chat, read_context, without_search, worded
+from .protocol import PROTOCOLS, Chat, read_context, without_search, reword
 from .rollout import rollout
 from .runlog import BoundedGzip, atomic_folder, atomic_write, read_json, read_params
 from .tools import PythonTool, SearchTool, returned_texts
@@ -364,7 +364,7 @@ def warm_up(
     return history
 
 # %% ../nbs/4_learning/54_warmup.ipynb #c053
-def prompted(
+def with_prompt(
     env,   # Environment of one of CARL's protocols
     mode,  # 'direct', 'forced', 'optional', 'multi-hop'
 ):
@@ -379,7 +379,7 @@ def prompted(
                          f'{", ".join(n for n in PROTOCOLS if n.startswith("carl"))}')
     asked = chat.protocol if wanted == name else replace(PROTOCOLS[wanted], user=chat.protocol.user)
     if mode in env.other_prompts and wanted != name:
-        asked = worded(asked, system_prompt=env.other_prompts[mode], today=env.today)
+        asked = reword(asked, system_prompt=env.other_prompts[mode], today=env.today)
     if env.tool is not None and env.tool.search is None: asked = without_search(asked)
     chat = Chat(asked, chat.tokenizer, chat.template, chat.options, chat.history)
     return replace(env, chat=chat, tool=None if mode == 'direct' else env.tool)
@@ -556,7 +556,7 @@ def collect(
 ):
     """Sort questions into tiers and play those that are chosen under every prompt (CARL appendix C): `WarmupRollouts`.
     Raises ValueError where a tier is empty."""
-    tier = tiers(player.play(prompted(env, 'direct'), questions, how.tries, 'tiers', how.seed), how.metric)
+    tier = tiers(player.play(with_prompt(env, 'direct'), questions, how.tries, 'tiers', how.seed), how.metric)
     found = [int((tier == t).sum()) for t in (1, 2)]
     say(f'{len(questions)} questions: {found[1]} that it knows (Tier 2), {found[0]} that it does not (Tier 1)')
     if 0 in found:
@@ -576,8 +576,8 @@ def collect(
         for part, where in ((sorted(set(chosen) - elsewhere), env), (sorted(elsewhere), other)):
             part = list(filter(fits.get(mode, lambda i: True), part))
             if not part: continue
-            groups = player.play(prompted(where, mode), [questions[i] for i in part], how.repeats, 'collect', how.seed,
-                                 mode)
+            groups = player.play(with_prompt(where, mode), [questions[i] for i in part], how.repeats, 'collect',
+                                 how.seed, mode)
             played += [Group(g.question, [t]) for g in groups for t in g.trajectories]
             own += [int(tier[i]) for i in part for _ in range(how.repeats)]
         prompts += [mode] * (len(played) - len(prompts))
