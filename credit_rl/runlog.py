@@ -1152,7 +1152,7 @@ def read_summary(folder):  # of a run
 MAY_CHANGE = ('steps', 'resume', 'run', 'torch.threads', 'eval_every', 'track', 'measure', 'hosts.file', 'hosts.count',
               'hosts.endpoint', 'ranks', 'act_rows', 'tflops', 'dry_run', 'learner.offload', 'stop.bad_step', 'log.steps',
               'patience', 'healthy', 'checkpoints.keep', 'checkpoints.minutes', 'checkpoints.restarts',
-              'checkpoints.grace')                                               # of a run that is resumed
+              'checkpoints.grace', 'serve', 'servers')                           # of a run that is resumed
 
 def note_params(log, config, may_change=MAY_CHANGE):
     """Write a run's parameters, or compare them with those it was begun with; a setting that came into being since then
