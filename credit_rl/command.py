@@ -16,6 +16,7 @@ VERBS = {  # verb -> module (whose main it is, unless a function is named), what
     'new': ('datasets:new_main', 'from your files to settings: one file of questions, documents, a model'),
     'train': ('train', 'train a policy with one of the methods'),
     'evaluate': ('export:evaluate_main', 'play benchmarks, or own questions, with a model, a run or a prompting baseline'),
+    'pool': ('evaluate:pool_main', 'what a model answers without tools: several tries, kept as text'),
     'ask': ('export:ask_main', 'play a question that is typed in, and show its turns as they come'),
     'longform': ('studies.longform', 'evaluate answers of several sentences, by a judge'),
     'audit': ('dumps:audit_main', 'judge rules by true credit on a checkpoint, or compare them on rollouts in a file'),

@@ -6,8 +6,8 @@
 __all__ = ['NEAR', 'measure', 'by_set', 'summarize', 'score', 'evaluate', 'bootstrap_interval', 'EvaluationChoice', 'Evaluation',
            'set_names', 'check_evaluation', 'question_key', 'dev_keys', 'train_keys', 'note_seen', 'seen_lines',
            'open_set', 'manifest_differences', 'question_row', 'set_scores', 'read_manifest', 'read_scores',
-           'right_rows', 'run_evaluation', 'ReplayResult', 'replay_evaluation', 'compare_rows', 'evaluation_table',
-           'evaluation_figure', 'main', 'ask_typed']
+           'right_rows', 'run_evaluation', 'ReplayResult', 'set_folders', 'replay_evaluation', 'compare_rows',
+           'evaluation_table', 'evaluation_figure', 'main', 'pool_main', 'ask_typed']
 
 # %% ../nbs/3_acting/27_evaluate.ipynb #c002
 import contextlib, dataclasses, functools, importlib.metadata, itertools, json, math, os, platform, re, shutil, sys, time, warnings
@@ -34,7 +34,7 @@ from .rollout import check_prompts, rollout
 from .runlog import (METRICS, Hold, RunFolder, RunLog, atomic_folder, atomic_write, code_hashes, read_json,
                               read_turns, read_text, write_json)
 from .trajectory import Group, Question, Result, to_json
-from .vllm_engine import EngineChoice, EngineLost, VLLMEngine, VLLMSettings, check_vllm_settings, rank_devices
+from .vllm_engine import EngineChoice, EngineLost, VLLMEngine, VLLMSettings, check_vllm_settings, rank_gpu
 
 # %% ../nbs/3_acting/27_evaluate.ipynb #c004
 def measure(trajectory):
@@ -130,6 +130,8 @@ class EvaluationChoice(SettingsGroup):
     on_error: str = setting('raise', "malformed rows: 'raise', or 'skip' and count them")
     baseline: str = setting(None, "a prompting baseline instead of a protocol: a row of 17_prompting, such as 'rag'")
     greedy: bool = setting(True, 'the most probable token; False: sampled')
+    tries: int = setting(1, 'answers to each question, sampled; above 1 this is a pool: a row has the texts of its '
+                            'answers, and no rollout is kept', least=1)
     top_p: float = setting(1.0, 'of the samples')
     top_k: int = setting(0, 'of the samples')
     metric: str = setting('em', 'what sets whose answers are words are reported by: IGPO has f1, CARL its own EM',
@@ -178,6 +180,8 @@ def check_evaluation(settings):  # Evaluation
     how to mend it."""
     s = settings
     _check_baseline(s.baseline, s.protocol)
+    if s.tries > 1 and (s.greedy or s.gaps):
+        raise ValueError(f'{s.tries} tries at a question are sampled, and gaps are of greedy play: give greedy=false')
     if s.gaps and (s.engine != 'hf' or not s.greedy):
         raise ValueError("gaps are read from the model's logits where the best token is taken: they need engine='hf' "
                          f'and greedy=True, got {s.engine!r} and {s.greedy}')
@@ -185,7 +189,9 @@ def check_evaluation(settings):  # Evaluation
     s.sampling                                                             # refuses a temperature that is none
     if s.vllm and s.engine != 'vllm':
         raise ValueError(f"vllm holds settings of engine='vllm', but engine is {s.engine!r}")
-    if s.engine == 'vllm': check_vllm_settings(_vllm(s), s.sampling, s.max_tokens)
+    if s.engine == 'vllm':
+        rank_gpu(s.vllm, s.ranks)
+        check_vllm_settings(_vllm(s), s.sampling, s.max_tokens)
     check_hosts(s.ranks, s.hosts.file, s.hosts.count, s.hosts.endpoint)
     check_threads(s.torch.threads)
     read_template(s.template.name)
@@ -330,15 +336,12 @@ def _hf_engine(folder, s, limit):
     return HFEngine(model, tokenizer, max_length=limit, max_rows=s.batch)
 
 def _vllm(s):
-    "Collect the settings of a vLLM engine: with other ranks it has a process of its own and its rank's GPU."
-    devices = rank_devices(s.vllm, s.ranks,
-                           os.environ['LOCAL_RANK'] if is_rank() and torch.cuda.is_available() else None)
-    own = {'own_process': True} if s.ranks > 1 else {}
-    return {'dtype': s.dtype, **own, **s.vllm, **({'devices': devices} if devices else {})}
+    "Collect the settings of a vLLM engine: with other ranks it has a process of its own."
+    return {'dtype': s.dtype, **({'own_process': True} if s.ranks > 1 else {}), **s.vllm}
 
 def _vllm_engine(folder, s, limit):
     return VLLMEngine(folder, load_tokenizer(folder), max_length=limit, max_rows=s.batch,
-                      settings=VLLMSettings(**_vllm(s)))
+                      settings=VLLMSettings(**_vllm(s)), gpu=rank_gpu(s.vllm, s.ranks))
 
 # name → function(model folder, Evaluation, most ids of a conversation) → engine
 _ENGINES = {'hf': _hf_engine, 'vllm': _vllm_engine}
@@ -401,7 +404,7 @@ def _asking(s, player, env):
         'malformed': env.malformed,
         'history': chat.history,
         'template': {'hash': chat.template and json_hash(chat.template), 'options': chat.options},
-        'decoding': {**vars(s.sampling), 'stop': chat.stop},
+        'decoding': {**vars(s.sampling), 'stop': chat.stop, **({'tries': s.tries} if s.tries > 1 else {})},
         'limits': {'max_turns': env.max_turns, 'turn_tokens': s.turn_tokens, 'max_tokens': env.max_tokens, **contexts},
     }
 
@@ -528,19 +531,32 @@ def set_scores(
     }
 
 # %% ../nbs/3_acting/27_evaluate.ipynb #c068
+def _pooled(rows):
+    "One row of all tries at a question: its answers as text, and the mean of each number."
+    mean = lambda name: sum(r[name] for r in rows) / len(rows)
+    numbers = [n for n, v in rows[0].items() if isinstance(v, (int, float)) and n != 'hops']
+    said = {k: rows[0][k] for k in ('dataset', 'id', 'question', 'golds', 'hops')}
+    return {'kind': 'pool', **said, 'answers': sorted((r['prediction'] for r in rows), key=lambda x: x or ''),
+            **{n: mean(n) for n in numbers}}
+
+_TOGETHER = 64   # rows packed together, and questions of a pool: what is held at once
+
 def _play(plan, questions, player, each, progress=None):
     """Play questions of a plan; `each` is called with lists of rows as they end, `progress` with the number of those
     rows."""
-    s, engine = player.settings, player.engine
+    s, engine, open_tries = player.settings, player.engine, {}
     def over(trajectories):
         rows = [question_row(t, plan.name, s.metric) for t in trajectories]
         if s.gaps: rows = [{**r, 'gap': _smallest_gap(engine.model, t)} for r, t in zip(rows, trajectories)]
-        each(rows)
-    rollout(engine, plan.environment, questions, 1, s.sampling, s.seed, progress, over)
+        if s.tries > 1:
+            for row in rows: open_tries.setdefault(row['id'], []).append(row)
+            rows = [_pooled(open_tries.pop(i)) for i in dict.fromkeys(r['id'] for r in rows) if len(open_tries[i]) == s.tries]
+        if rows: each(rows)
+    most = len(questions) if s.tries == 1 else _TOGETHER                  # rollouts are let go of after so many questions
+    for i in range(0, len(questions), most):
+        rollout(engine, plan.environment, questions[i:i + most], s.tries, s.sampling, s.seed, progress, over)
 
 def _write_json(path, value): path.write_text(json.dumps(value, indent=1, ensure_ascii=False) + '\n', encoding='utf-8')
-
-_TOGETHER = 64   # rows packed together: what is read at once, however long they are
 
 def _keep(folder, plan, rows):
     "Write the folder of one set as a whole."
@@ -643,7 +659,7 @@ def _play_left(place, plan, player, shown, ranks=Ranks()):
     there = ranks.once(lambda: _begun(place, plan))
     mine = ranks.share([q for q in plan.questions if q.id not in there])
     if mine:
-        with shown(len(mine)) as progress, RunLog(place/f'rank-{ranks.rank}', resume=True) as log:
+        with shown(len(mine) * player.settings.tries) as progress, RunLog(place/f'rank-{ranks.rank}', resume=True) as log:
             _play(plan, mine, player, lambda rows: log.turns(0, rows), progress)
     ranks.wait()
     return len(there)
@@ -749,7 +765,7 @@ def _row_difference(old, new):
         return f'row {old["id"]!r}: prediction {old["prediction"]!r:.60} before, {new["prediction"]!r:.60} now'
 
 # %% ../nbs/3_acting/27_evaluate.ipynb #c080
-def _set_folders(folder):
+def set_folders(folder):
     "List the folders of the evaluated sets: of a run, or the folder of one set itself. Raises FileNotFoundError."
     folder = Path(folder)
     return [folder] if (folder/'manifest.json').is_file() else [folder/name for name in read_scores(folder)]
@@ -770,8 +786,9 @@ def replay_evaluation(
 ):
     "Play an evaluation again from its manifests: dict set → `ReplayResult`. Writes nothing."
     say, players, out = say or (lambda line: print(line, flush=True)), {}, {}
-    for place in _set_folders(folder):
+    for place in set_folders(folder):
         before, rows = read_manifest(place), read_turns(place)
+        if 'tries' in before['decoding']: raise ValueError(f'{place} is a pool, which keeps no rollouts to play again')
         s = from_settings(Evaluation, {**before['settings'], 'hosts.file': None, 'hosts.count': 1, **dotted(changes or {}, flat_options(Evaluation))})
         check_evaluation(s)
         set_torch(s.torch.threads, s.torch.tf32)
@@ -847,7 +864,7 @@ def compare_rows(
 ):
     """Compare two runs of one manifest row by row: dict set → `_EvaluationDifference`. Raises ValueError where their
     sets are not the same, or rows have no gap."""
-    say, folders = say or (lambda line: print(line, flush=True)), [_set_folders(one), _set_folders(other)]
+    say, folders = say or (lambda line: print(line, flush=True)), [set_folders(one), set_folders(other)]
     names, others = ([read_manifest(f)['questions']['dataset'] for f in part] for part in folders)
     if names != others: raise ValueError(f'{one} holds the sets {", ".join(names)}, {other} {", ".join(others)}')
     out = {name: _compare_set(*pair) for name, pair in zip(names, zip(*folders))}
@@ -905,7 +922,10 @@ def evaluation_figure(folder):  # of a run
 # %% ../nbs/3_acting/27_evaluate.ipynb #c090
 _FEW = ('model', 'data', 'corpus', 'questions', 'protocol', 'passages', 'max_turns', 'turn_tokens', 'max_tokens', 'baseline', 'run')
 
-def main(arguments=None):  # list of str; None: the command line's
+def main(
+    arguments=None,  # list of str; None: the command line's
+    usual=None,      # dict of settings that are other than an evaluation's by default
+):
     """`python -m credit_rl.evaluate setting=value …`, values as in YAML; `--params FILE` reads settings first;
     `--replay FOLDER` plays a run again, `--same FOLDER OTHER` lists the rows in which two runs differ."""
     parser = make_parser('credit_rl.evaluate', 'Evaluate a model on benchmarks, or play an evaluation again.')
@@ -917,12 +937,17 @@ def main(arguments=None):  # list of str; None: the command line's
         settings, given = read_settings(parser, arguments, by_group(Evaluation), _FEW)
         if given.same: found = compare_rows(*given.same)
         elif given.replay: found = replay_evaluation(given.replay, changes=settings)
-        else: return print(evaluation_table(run_evaluation(settings)).to_string())
+        else: return print(evaluation_table(run_evaluation({**(usual or {}), **settings})).to_string())
         if not all(r.same for r in found.values()): sys.exit(1)
     except (ValueError, OSError, ImportError, LaunchError, EngineLost) as e: sys.exit(f'credit_rl.evaluate: {error_line(e)}')
     except KeyboardInterrupt:
         print('credit_rl.evaluate: interrupted; the same command goes on with what is left', file=sys.stderr)
         sys.exit(130)
+
+def pool_main(arguments=None):  # list of str; None: the command line's
+    """`credit-rl pool model=MODEL data=SET …`: what a model answers without tools, an evaluation of training questions
+    with several tries, which warm-ups, training's logs and competence read by `pool=FOLDER`."""
+    main(arguments, {'protocol': 'carl-direct', 'split': 'train', 'greedy': False, 'tries': 5, 'run': 'runs/pool'})
 
 def _aloud(engine, say):
     "Let an engine's streams say what is read behind the prompt, turn by turn: calls and what came back."

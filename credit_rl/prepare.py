@@ -30,13 +30,13 @@ from .parameters import (by_group, error_line, from_settings, make_parser, noteb
 from .protocol import PROTOCOLS, prompt_hash
 from .runlog import RunLog, latest_checkpoint, read_json, read_metrics, read_params, stored_folders
 from .settings import Config, check, data_sets, tree_notes
-from .setup import (Examiner, bound_method, examine, make_backend, make_engine, make_setup, origin_of, plan_of,
+from .setup import (Examiner, bound_method, examine, make_backend, make_engine, make_setup, origin_of, plan_of, players,
                              real_questions, real_search, start_critic)
 from .train import (MAY_CHANGE, SilentLog, check_same_params, end_interrupted, held, keeping_bad, play_parts,
                              save_point)
 from .vllm_engine import EngineLost
 from .warmup import (GATE, Collection, CollectionPlan, Examination, GateFailed, Missing, Sampler, WarmUp,
-                              collect, critic_learner, make_pairs, read_collected, report_from, searching, warm_up,
+                              collect, critic_learner, make_pairs, pool_tiers, prompted, read_collected, report_from, searching, warm_up,
                               write_warmed)
 
 # %% ../nbs/5_run/65_prepare.ipynb #c005
@@ -126,11 +126,20 @@ def _embedder(name):
     return SentenceTransformer(name, trust_remote_code=False).encode
 
 # %% ../nbs/5_run/65_prepare.ipynb #c011
-def _gathered(path, player, env, questions, how, other, embed, say):
+def _pooled_tiers(how, env, questions, model):
+    "Tiers of questions by a pool: (Q,) long. Raises ValueError where it lacks some."
+    found = pool_tiers(how.pool, questions, how.metric, prompt_hash(env.chat.protocol), model)
+    if missing := [q.id for q in questions if (q.source, q.id) not in found]:
+        raise ValueError(f'pool={how.pool} lacks {len(missing)} of {len(questions)} questions, such as {missing[0]!r}: '
+                         'the command that made it goes on with more (its split, its number of questions)')
+    return torch.tensor([found[q.source, q.id] for q in questions])
+
+def _gathered(path, player, env, questions, how, other, embed, say, model):
     """Rollouts to teach or to examine on, collected by all ranks as `how` and `other` say, or read from the file where
     they were kept: `WarmupRollouts`."""
     if not player.ranks.once(path.exists):
-        found = collect(player, env, questions, how, other, _embedder(embed), say)
+        known = how.pool and player.ranks.once(lambda: _pooled_tiers(how, prompted(env, 'direct'), questions, model))
+        found = collect(player, env, questions, how, other, _embedder(embed), say, known)
         player.ranks.once(lambda: found.save(path))
         player.ranks.once(lambda: shutil.rmtree(path.with_name('played'), ignore_errors=True))
     return read_collected(path)
@@ -253,13 +262,13 @@ def _warmed(c, log, times, say):
         engine = make_engine(c, origin.start, stage.model, stage.chat.tokenizer)
     keep = lambda questions, play, name: play_parts(
         log.folder/'played'/str(name), [questions[i:i + 256] for i in range(0, len(questions), 256)], play, times, say)
-    player, data = Sampler(engine, c.sampling, ranks, keep), {}
+    player, data = Sampler(engine, c.sampling, players(c, ranks), keep), {}
     try:
-        for part, most in (('train', c.sorted_questions), ('dev', None)):
+        for part, most in (('train', c.sorted_questions), ('dev', None))[c.collected == 'cold':]:
             env, path = stage.environments[part], log.folder/f'rollouts-{part}.jsonl.gz'
             data[part] = _gathered(path, player, env, subsample(stage.questions[part], most or len(stage.questions[part]), c.seed),
                                    _collecting(c, metric, part), _elsewhere(c, env), c.embed,
-                                   lambda line: say(f'{part}: {line}'))
+                                   lambda line: say(f'{part}: {line}'), c.model)
     finally:
         if c.engine != 'hf': engine.close()
     exam = Examination(data['dev'], stage.environments['dev'], metric, c.row_tokens)
@@ -267,7 +276,7 @@ def _warmed(c, log, times, say):
     decode = stage.chat.tokenizer.decode
     made = lambda e: {'step': e.step, 'states': [{'text': decode(ids), 'outcome': outcome} for ids, outcome in e.pairs]}
     with keeping_bad(log, made, 'warm-up, '):
-        learner, history = _teach(teaching, data['train'], exam, log, times, say)
+        learner, history = _teach(teaching, data.get('train'), exam, log, times, say)
     summary = {**_summary(c, history, exam, learner), 'protocol': stage.chat.protocol.name,
                'prompt_hash': prompt_hash(stage.chat.protocol),
                'rendered_hash': prompt_hash(stage.chat)}
@@ -296,9 +305,9 @@ def _teach(teaching, data, exam, log, times, say):
     if found:
         learner.restore(found[1])
         with only_data(found[1]): kept = torch.load(found[1]/'warmup.pt')
-    pairs = make_pairs(data.groups, data.buckets, exam.metric)
-    say(f'{len(pairs.contexts)} states of {len(data.groups)} rollouts to teach, {len(exam.pairs.contexts)} '
-        f'of {len(exam.data.groups)} to examine on')
+    pairs = data and make_pairs(data.groups, data.buckets, exam.metric)
+    taught = f'{len(pairs.contexts)} states of {len(data.groups)} rollouts to teach, ' if data else ''
+    say(f'{taught}{len(exam.pairs.contexts)} states of {len(exam.data.groups)} rollouts to examine on')
     try:
         store = lambda state: _keep_step(log, learner, keep, times, say, state)
         return learner, warm_up(learner, pairs, lambda: exam(learner), how, say, store, kept)

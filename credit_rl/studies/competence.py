@@ -31,7 +31,7 @@ from ..metrics import normalize
 from ..options import flat_options, nearest, options_in
 from ..outcome import outcome_rewards
 from ..prepare import is_warmup
-from ..protocol import PROTOCOLS, read_context
+from ..protocol import PROTOCOLS, prompt_hash, read_context
 from ..rollout import check_prompts, rollout
 from ..runlog import latest_checkpoint, named_checkpoint, plain_json, write_json
 from ..runlog import read_metrics, read_params, read_summary, read_turns, stored_folders
@@ -40,7 +40,7 @@ from ..settings import Acting, Host, Task, make_config
 from ..setup import bound_method, make_engine, make_setup, origin_of
 from ..trajectory import trajectory_from_json
 from ..vllm_engine import EngineLost
-from ..warmup import GATE, WarmupRollouts, Examination, gold_shown, prompted, tiers
+from ..warmup import GATE, WarmupRollouts, Examination, gold_shown, pool_tiers, prompted, tiers
 
 # %% ../../nbs/experiments/75_competence.ipynb #c005
 @dataclass(frozen=True)
@@ -158,13 +158,15 @@ def _by_tier(groups, tier, metric):
     "`competence_table` of each group's first rollout, as a dict."
     return competence_table([g.trajectories[0] for g in groups], tier, metric).to_dict('index')
 
-def examine_base(agent, tries=5, progress=None):
+def examine_base(agent, tries=5, progress=None, pool=None):  # folder of a pool, in place of the tries
     """Find what the base of an agent knows and does, the same for all that began from it: dict of JSON values. `tier`
     of each question; `greedy` with the choice and `no tools`: `competence_table` by tier; `notes`: `assimilation`."""
     step, a, direct = progress or (lambda line: None), agent, prompted(agent.env, 'direct')
     step('what the base knows')
-    tries_alone = a.play(a.base, direct, a.sampling, tries, seed_of('tiers', a.seed))
-    tier = tiers(tries_alone, a.metric).tolist()
+    if pool:
+        found = a.ranks.once(lambda: pool_tiers(pool, a.questions, a.metric, prompt_hash(direct.chat.protocol), a.name))
+        tier = [found[q.source, q.id] for q in a.questions]
+    else: tier = tiers(a.play(a.base, direct, a.sampling, tries, seed_of('tiers', a.seed)), a.metric).tolist()
     step('what the base does')
     played, alone = (a.play(a.base, env, a.greedy) for env in (a.env, direct))
     return plain_json({'name': a.name, 'tier': tier, 'greedy': _by_tier(played, tier, a.metric),
@@ -254,6 +256,7 @@ def examine_run(
     bases=None,         # dict that keeps what was found of bases, for other runs that began from them
     host=None,          # as for open_agent
     ranks=Ranks(),      # as for open_agent; the first one writes
+    pool=None,          # folder of what the base answers without tools (credit-rl pool); None: it is asked
 ):
     """Examine a checkpoint of a finished run, or read what was found before: dict, as `examine_agent` gives it, with
     `step` and `first credit`. Raises FileNotFoundError on a run without a summary. One that an earlier version of this
@@ -268,7 +271,7 @@ def examine_run(
     asked = repr([agent.name, metric, c.seed, c.temperature, c.act_rows, c.engine,
                   *(getattr(c, f.name) for group in (Task, Acting) for f in fields(group) if f.name != 'model')])
     try:
-        if asked not in bases: bases[asked] = examine_base(agent, progress=tell)
+        if asked not in bases: bases[asked] = examine_base(agent, progress=tell, pool=pool)
         found = examine_agent(agent, progress=tell, base=bases[asked])
     finally: agent.stop()
     found |= plain_json({'first credit': _early_credit(run), 'step': step})
@@ -633,7 +636,7 @@ def _on_ranks(runs, checkpoint, given, count):
     launch(command, runs[-1]/'competence', runs[-1]/'summary.json', lambda line: print(line, flush=True),
            environment=rank_environment(count, gpu=torch.cuda.is_available()))
 
-def _examine_here(runs, checkpoint, host, asked):
+def _examine_here(runs, checkpoint, host, asked, pool=None):
     """Examine runs one after the other in this process, or this rank's part of them; where other questions are `asked`,
     on these."""
     bases, alone, say = {}, not is_rank(), lambda line: print(line, flush=True)
@@ -641,7 +644,7 @@ def _examine_here(runs, checkpoint, host, asked):
         ranks = Ranks() if alone else join_ranks(host['ranks'])
         if not alone: say = speak if ranks.first else lambda line: None
         for run in runs:
-            if not asked: say(_line(run, examine_run(run, say, checkpoint, bases, host, ranks)))
+            if not asked: say(_line(run, examine_run(run, say, checkpoint, bases, host, ranks, pool)))
             else:
                 for name, found in examine_sets(run, asked, say, checkpoint, host, ranks).items():
                     say(_line(f'{run}, {name}', found))
@@ -649,7 +652,7 @@ def _examine_here(runs, checkpoint, host, asked):
 # %% ../../nbs/experiments/75_competence.ipynb #k7506
 def main(arguments=None):
     """`python -m credit_rl.studies.competence RUNS`: examine finished runs, or the runs of a folder; `--checkpoint
-    newest` takes another one than the best, `engine=hf ranks=1` another host than the runs', `data=… path=…
+    newest` takes another one than the best, `pool=FOLDER` what its base answers, `engine=hf ranks=1` another host than the runs', `data=… path=…
     split=…` asks other questions, set by set."""
     about = 'Does a trained agent ask for what it does not know, and only for that?'
     parser = make_parser('credit_rl.studies.competence', about)
@@ -662,6 +665,8 @@ def main(arguments=None):
     try:
         host = {name: yaml.safe_load(v) for name, _, v in (w.partition('=') for w in given.runs if '=' in w)}
         asked = {name: host.pop(name) for name in [*host] if name in (*options_in(Source), 'split')}
+        pool = {'pool': host.pop('pool')} if 'pool' in host else {}
+        if pool and asked: raise ValueError('a pool is of the questions of a run: give pool, or data, not both')
         runs, groups = [r for w in given.runs if '=' not in w for r in find_runs(w) if not is_warmup(r)], {}
         for run in runs:
             if (run/'summary.json').exists() or len(runs) == 1:
@@ -669,8 +674,8 @@ def main(arguments=None):
                 groups.setdefault(count if asked or _needs(run, given.checkpoint) else 1, []).append(run)
             else: print(f'{run}: not finished, left out', flush=True)
         for count, part in groups.items():
-            if count > 1 and not is_rank(): _on_ranks(part, given.checkpoint, {**host, **asked}, count)
-            else: _examine_here(part, given.checkpoint, {**host, 'ranks': count}, asked)
+            if count > 1 and not is_rank(): _on_ranks(part, given.checkpoint, {**host, **asked, **pool}, count)
+            else: _examine_here(part, given.checkpoint, {**host, 'ranks': count}, asked, **pool)
     except (ValueError, OSError, LaunchError, EngineLost) as e: sys.exit(f'credit_rl.studies.competence: {e}')
 
 # %% ../../nbs/experiments/75_competence.ipynb #c037

@@ -21,13 +21,14 @@ from credit_rl.evaluate import (_intervals, bootstrap_interval, compare_rows, ev
                                 manifest_differences, NEAR, read_manifest, read_scores, replay_evaluation,
                                 run_evaluation, set_names, set_scores, Evaluation)
 from credit_rl.parameters import from_settings
-from credit_rl.metrics import cover_match, normalize
+from credit_rl.metrics import cover_match, exact_match, normalize
 from credit_rl.models import local_folder, model_hashes
 from credit_rl.protocol import PROTOCOLS, TEMPLATES, byte_tokenizer
 from credit_rl.retrieval import BM25
 from credit_rl.search_service import SearchCache, SearchClient, SearchServer
 from credit_rl.runlog import read_turns
 from credit_rl.trajectory import Stop, trajectory_from_json
+from credit_rl.warmup import pool_tiers
 from hub import Hub
 from hub_rows import hub_files
 from random_models import random_model
@@ -714,12 +715,13 @@ def test_an_evaluation_on_several_hosts_is_started_by_its_hostfile(model, tmp_pa
 
 
 def test_each_rank_of_an_evaluation_gives_its_vllm_its_own_gpu(monkeypatch):
-    settings = lambda **given: evaluation._vllm(Evaluation(engine='vllm', **given)).get('devices')
+    monkeypatch.setattr(evaluation, 'VLLMEngine', lambda folder, tokenizer, gpu, **given: gpu)
+    monkeypatch.setattr(evaluation, 'load_tokenizer', lambda folder: None)
+    settings = lambda **given: evaluation._vllm_engine('', Evaluation(engine='vllm', **given), 9)
     for name, value in (('RANK', '5'), ('WORLD_SIZE', '8'), ('LOCAL_RANK', '1'), ('MASTER_ADDR', '127.0.0.1')):
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(torch.cuda, 'is_available', lambda: True)
-    assert settings(ranks=8) == '1' and settings() is None and settings(vllm={'devices': '2'}) == '2'
-    with pytest.raises(ValueError, match='devices'): settings(ranks=8, vllm={'devices': '2'})
+    assert settings(ranks=8) == '1' and settings() is None
 
 
 def test_an_evaluation_asks_its_search_server_first(model, tmp_path, monkeypatch):
@@ -864,3 +866,36 @@ def test_a_set_whose_log_lost_its_end_is_not_taken_for_done(model, tmp_path):
     shutil.rmtree(path.parent)
     quiet(settings)
     assert read_turns(path.parent) and path.read_bytes() == whole
+
+
+# ---- a pool: several answers to each question, as text ----
+
+def test_a_pool_keeps_answers_goes_on_and_tells_tiers_by_any_metric(tmp_path, monkeypatch):
+    monkeypatch.setattr(evaluation, '_TOGETHER', 3)
+    questions = load_questions('hotpotqa', SAMPLE, 'train')
+    golds, plays = {q.text.strip(): q.answers[0] for q in questions}, []
+
+    def act(text, rng):
+        plays.append(text)
+        if len(plays) == 14: raise KeyboardInterrupt                   # after three questions of four tries
+        gold = next(g for q, g in golds.items() if q in text)
+        return f'<answer> {gold if len(gold) % 2 else gold + " then"} </answer>' if rng.random() < .15 else '<answer> x </answer>'
+
+    engine = lambda: ScriptedEngine(act, byte_tokenizer(), max_length=10 ** 5)
+    settings = {'data': 'hotpotqa', 'path': str(SAMPLE), 'run': str(tmp_path / 'run'), 'model': 'r', 'split': 'train',
+                'greedy': False, 'tries': 4, 'protocol': 'direct', 'max_tokens': 10 ** 5}
+    with pytest.raises(KeyboardInterrupt): quiet(settings, engine=engine())
+    assert 0 < len(read_turns(tmp_path / 'run/playing/hotpotqa/rank-0')) < len(questions)
+    folder = quiet(settings, engine=engine()) / 'hotpotqa'
+    rows = read_turns(folder)
+    assert len(rows) == len(questions) and {len(r['answers']) for r in rows} == {4} and 'trajectory' not in rows[0]
+    whole = quiet({**settings, 'run': str(tmp_path / 'whole')}, engine=engine()) / 'hotpotqa'
+    assert [r['answers'] for r in read_turns(whole)] == [r['answers'] for r in rows]            # as if never interrupted
+    for metric, right in (('em', exact_match), ('cover', cover_match)):
+        found = pool_tiers(folder.parent, questions, metric)
+        assert found == {(q.source, q.id): 1 + any(right(a, q.answers) for a in r['answers']) for q, r in
+                         zip(questions, sorted(rows, key=lambda r: [q.id for q in questions].index(r['id'])))}
+    assert set(found.values()) == {1, 2} and len(pool_tiers(folder, questions[:1])) == 1
+    with pytest.raises(ValueError, match='prompt'): pool_tiers(folder, questions, asked='other')
+    with pytest.raises(ValueError, match='pool'): replay_evaluation(folder, engine=engine())
+    with pytest.raises(ValueError, match='greedy'): quiet({**settings, 'greedy': True}, engine=engine())

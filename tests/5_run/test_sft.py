@@ -1,5 +1,6 @@
 """64_sft: the supervised baseline as a command, its folder, and what stands in its way."""
 import contextlib
+import importlib.util
 import json
 import math
 import os
@@ -7,6 +8,7 @@ import signal
 
 import pytest
 import torch
+import yaml
 
 from credit_rl import runlog, sft
 from credit_rl.engine import HFEngine, SamplingParams
@@ -16,7 +18,7 @@ from credit_rl.models import load_model, load_tokenizer
 from credit_rl.protocol import PROTOCOLS, Chat, byte_tokenizer, get_protocol, prompt_hash
 from credit_rl.rollout import rollout
 from credit_rl.runlog import read_turns
-from credit_rl.sft import Imitation, demos_main, fine_tune, imitator, keep_right, main, read_demos
+from credit_rl.sft import Imitation, demos_main, fine_tune, imitator, keep_right, main, read_demos, rejection_sft
 from credit_rl.tiny import tiny_environment
 from credit_rl.trajectory import Group, example_group
 from credit_rl.world import make_world
@@ -41,13 +43,10 @@ def test_the_command_leaves_a_model_that_loads(tmp_path, root, monkeypatch):
         main([f'run={tmp_path / "run"}', 'model=data/tiny_base'])
 
 
-@pytest.mark.parametrize(
-    'given, message',
-    [
-        ('sft.questons=9', "no setting 'sft.questons'; did you mean 'sft.questions'?"),
-        ('sft.rollouts=nowhere', 'no such folder'),
-    ],
-)
+@pytest.mark.parametrize('given, message', [
+    ('sft.questons=9', "no setting 'sft.questons'; did you mean 'sft.questions'?"), ('modle=x', "did you mean 'model'"),
+    ('sft.rollouts=nowhere', 'no such folder'), ('model=nowhere', 'neither a folder'),
+])
 def test_what_it_does_not_take_is_refused_before_it_plays(tmp_path, root, monkeypatch, given, message):
     monkeypatch.chdir(root)
     with pytest.raises(SystemExit, match=message): main([f'run={tmp_path / "run"}', 'model=data/tiny_base', given])
@@ -114,14 +113,6 @@ def test_narrow_forwards_keep_wide_weights(root, played):
     model, narrow = first(Imitation(epochs=1, batch=12, compute='bfloat16'))
     assert all(p.dtype == torch.float32 for p in model.parameters())
     assert narrow['loss'] != wide['loss'] and abs(narrow['loss'] - wide['loss']) < .02
-
-
-@pytest.mark.parametrize(
-    'arguments, message',
-    [(['modle=x'], "did you mean 'model'"), (['model=nowhere'], 'neither a folder'), (['sft.atempts=3'], 'atempts')],
-)
-def test_mistakes_in_a_line(arguments, message):
-    with pytest.raises(SystemExit, match=message): main(arguments)
 
 
 def test_a_fine_tuning_that_was_ended_begins_anew(tmp_path, root, monkeypatch, capsys):
@@ -233,6 +224,33 @@ def test_a_fine_tuning_that_ends_on_its_way_goes_on_to_the_same_weights(shown, t
     pair = [load_model(str(tmp_path / n / 'model'))[0].state_dict() for n in ('whole', 'run')]
     assert all(torch.equal(w, pair[1][n]) for n, w in pair[0].items())
     assert not (tmp_path / 'run' / 'checkpoints').exists()
+
+
+@pytest.mark.long
+@pytest.mark.skipif(not importlib.util.find_spec('deepspeed'), reason='deepspeed is not installed')
+@pytest.mark.parametrize('given', [
+    {'stage': 3, 'deepspeed': {'zero_optimization': {'stage3_param_persistence_threshold': 0}}},
+    {'stage': 2, 'lora': {'r': 2}}], ids=['stage 3, told to end', 'stage 2, low-rank'])
+def test_two_ranks_fine_tune_as_one_process_does(shown, tmp_path, given):
+    words, place = shown
+    settings = {name: yaml.safe_load(value) for name, value in (word.split('=', 1) for word in words)}
+    lora = {'lora': given['lora']} if 'lora' in given else {}
+    how = Imitation(demos=str(place / 'demos'), epochs=6 if lora else 30, batch=2, learning_rate=1e-4)
+    rejection_sft({**settings, **lora, 'run': str(tmp_path / 'one')}, how, say=lambda line: None)
+    ranks = {**settings, **given, 'learner': 'deepspeed', 'ranks': 2, 'run': str(tmp_path / 'two')}
+    def told(line):
+        if line.startswith('update 1 of'): os.kill(os.getpid(), signal.SIGTERM)
+    if not lora:
+        with pytest.raises(SystemExit) as ended: rejection_sft(ranks, how, say=told)
+        found, _ = runlog.latest_checkpoint(tmp_path / 'two')
+        assert ended.value.code == 128 + signal.SIGTERM and 0 < found
+        assert not (tmp_path / 'two' / 'model').exists()
+    rejection_sft({**ranks, 'resume': True}, how, say=lambda line: None)
+    one, two = (json.loads((tmp_path / n / 'summary.json').read_text()) for n in ('one', 'two'))
+    assert two['losses'] == pytest.approx(one['losses'], abs=1e-3) and one['losses'][-1] < one['losses'][0]
+    assert two['base_right'] == one['base_right'] and two['rows'] == one['rows']
+    pair = [load_model(str(tmp_path / n / 'model'))[0].state_dict() for n in ('one', 'two')]
+    for name, weight in pair[0].items(): torch.testing.assert_close(pair[1][name], weight, atol=1e-4, rtol=0)
 
 
 def test_low_rank_additions_are_merged_into_what_is_saved(shown, tmp_path):

@@ -36,7 +36,7 @@ from credit_rl.diagnostics import competence_table, hop_table
 from credit_rl.launch import Ranks
 from credit_rl.learner import BadStep, Learner
 from credit_rl.metrics import benchmark_metric
-from credit_rl.models import load_model
+from credit_rl.models import load_model, load_tokenizer
 from credit_rl.outcome import outcome_rewards
 from credit_rl.rollout import rollout
 from credit_rl.prepare import calibration_pairs, gate_table, make_warming, prepare, warmup_table
@@ -750,7 +750,7 @@ def test_three_questions_in_ten_are_looked_up_in_another_corpus(spoken, rows, tm
             **settings, 'data': 'hotpotqa', 'path': str(path), 'model': spoken, 'collected': 'cold', 'must_pass': False,
             'clusters': 2, 'other_corpus': str(corpus), 'run': str(tmp_path / 'warm')
         }, say=lambda line: None)
-    for part in ('train', 'dev'):
+    for part in ('dev',):                                            # a cold critic is taught nothing
         data, where = read_collected(warm / f'rollouts-{part}.jsonl.gz'), {}
         for g, prompt in zip(data.groups, data.prompts):
             seen = [turn.observation_text for turn in g.trajectories[0].turns if turn.call]
@@ -758,6 +758,18 @@ def test_three_questions_in_ten_are_looked_up_in_another_corpus(spoken, rows, tm
             for text in seen: where.setdefault(g.question.id, set()).add('Elsewhere' in text)
         assert len(where) == len(data.questions) >= 8 and all(len(x) == 1 for x in where.values()) and sum(
             x == {True} for x in where.values()) == round(.3 * len(where))
+    # tiers from a pool are those that the warm-up would play
+    pool = run_evaluation(
+        dict(model=spoken, data='hotpotqa', path=str(path), protocol='carl-direct', greedy=False, tries=2, turn_tokens=400,
+             max_tokens=12000, run=str(tmp_path / 'pool')), say=lambda line: None, progress=False,
+        engine=ScriptedEngine(act, load_tokenizer(spoken), max_length=12000))
+    given = {**settings, 'data': 'hotpotqa', 'path': str(path), 'model': spoken, 'collected': 'cold', 'must_pass': False,
+             'clusters': 2, 'other_corpus': str(corpus), 'pool': str(pool)}
+    again = read_collected(prepare({**given, 'run': str(tmp_path / 'pooled')}, say=lambda line: None) / 'rollouts-dev.jsonl.gz')
+    assert again.tier.tolist() == data.tier.tolist() and set(again.tier.tolist()) == {1, 2}
+    file = pool / 'hotpotqa' / 'manifest.json'
+    file.write_text(file.read_text().replace('"prompt_hash": "', '"prompt_hash": "0'))
+    with pytest.raises(ValueError, match='prompt'): prepare({**given, 'run': str(tmp_path / 'other')}, say=lambda line: None)
 
 
 @pytest.mark.parametrize('more, share', [({}, .5), ({'other_misses': .2}, .2)])
@@ -841,7 +853,7 @@ def test_questions_are_clustered_by_the_named_model(model, scripted, tmp_path, m
             **WARM, 'model': model, 'collected': 'cold', 'must_pass': False, 'per_tier': 8, 'clusters': 2, 'embed':
             embed, 'run': str(tmp_path / 'warm')
         }, say=lambda line: None)
-    for part in ('train', 'dev'):
+    for part in ('dev',):
         data, pool = read_collected(warm / f'rollouts-{part}.jsonl.gz'), scripted[part].questions
         drawn = {
             t: sum(rare(q.text) for q, tier in zip(data.questions, data.tier.tolist()) if tier == t) for t in (1, 2)
@@ -849,8 +861,8 @@ def test_questions_are_clustered_by_the_named_model(model, scripted, tmp_path, m
         there = {t: sum(rare(q.text) for q in pool if q.meta['parametric'] == (t == 2)) for t in (1, 2)}
         if embed: assert drawn == {t: min(4, there[t]) for t in (1, 2)}
         else: assert drawn != {t: min(4, there[t]) for t in (1, 2)}
-    assert loaded == [(MINILM, False)] * 2 and [sorted(texts) for texts in asked] == [
-        sorted(q.text for q in scripted[part].questions) for part in ('train', 'dev')
+    assert loaded == [(MINILM, False)] and [sorted(texts) for texts in asked] == [
+        sorted(q.text for q in scripted[part].questions) for part in ('dev',)
     ] if embed else loaded == asked == []
 
 
