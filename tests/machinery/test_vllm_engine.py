@@ -161,7 +161,7 @@ def test_training_steps_and_syncs(base, engine, env, world):
     for step in range(3):
         groups = rollout(engine, env, world.questions[:6], 4, SamplingParams(max_tokens=24), seed=step)
         layout = pack(groups)
-        seen = learner.evaluate(layout, ('logp',))
+        seen = learner.evaluate(layout)
         gap = logp_gap(seen.logp, layout.logps, layout.trained)
         assert gap['logp_gap_max'] < 1e-3, (step, gap)
         rewards = outcome_rewards(groups)
@@ -189,7 +189,7 @@ def test_greedy_games_are_the_other_engines(base, engine, env, world):
 def test_games_with_tools_are_read_back_as_sampled(base, engine, env, world):
     groups = rollout(engine, env, world.questions, 4, SamplingParams(max_tokens=24), seed=5)
     layout = pack(groups)
-    seen = Learner(base[0], Loss(), Optimiser()).evaluate(layout, ('logp',))
+    seen = Learner(base[0], Loss(), Optimiser()).evaluate(layout)
     assert logp_gap(seen.logp, layout.logps, layout.trained)['logp_gap_max'] < 1e-3
     stops = {t.stop for t in flat(groups)}
     assert Stop.ANSWER in stops and sum(len(x.observation_ids) > 0 for t in flat(groups) for x in t.turns) > 20
