@@ -34,7 +34,7 @@ from credit_rl.models import load_model
 from credit_rl.parts import Batch, Credit, Measured
 from credit_rl.search_service import SearchServer
 from credit_rl.readers import Passage
-from credit_rl.runlog import (Journal, RunLog, latest_checkpoint, named_checkpoint, read_metrics, read_params,
+from credit_rl.runlog import (Journal, RunLog, latest_checkpoint, named_checkpoint, read_metrics, read_params, saving,
                               read_summary, read_turns, same_metrics)
 from credit_rl.settings import Config, make_config
 from credit_rl.setup import plan_of
@@ -310,10 +310,10 @@ def test_a_disk_that_takes_no_more_ends_a_run_in_a_line(whole, tmp_path):
 
 
 def test_another_failure_while_a_checkpoint_is_written_is_no_matter_of_the_disk(tmp_path):
-    with pytest.raises(RuntimeError, match='^connection closed$'), training.saving(tmp_path / 'step-000002'):
+    with pytest.raises(RuntimeError, match='^connection closed$'), saving(tmp_path / 'step-000002'):
         raise RuntimeError('connection closed')
     with pytest.raises(
-            OSError, match='step-000002'), training.saving(tmp_path / 'step-000002'):
+            OSError, match='step-000002'), saving(tmp_path / 'step-000002'):
         raise OSError(errno.ENOSPC, 'No space left on device')
 
 

@@ -20,7 +20,7 @@ from credit_rl.information_gain import igpo_advantages, information_gain, with_o
 from credit_rl.potentials import answer_potential, shaping_rewards
 from credit_rl.carl import segment_advantages
 from credit_rl.turn_rewards import place_rewards
-from credit_rl.vspo import kept_and_weights
+from credit_rl.vspo import choose_groups
 
 LIMIT = 12   # times a bare gather
 
@@ -68,7 +68,7 @@ def rules(token_turns, mask, groups, generator):
         return to_tokens(igpo_advantages(gains, mask, groups), token_turns)
 
     def vspo():
-        kept, weights = kept_and_weights(outcome, groups, generator=torch.Generator().manual_seed(0))
+        kept, weights = choose_groups(outcome, groups, generator=torch.Generator().manual_seed(0))
         of_group = torch.zeros(n).masked_scatter(torch.isin(groups, torch.tensor(kept)), weights)
         return flat(group_normalize(outcome, groups) * of_group)
 

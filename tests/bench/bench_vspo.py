@@ -19,9 +19,9 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from credit_rl.groups import group_normalize
 from credit_rl.layout import pack
 from credit_rl.learner import FrozenModels, Learner, Optimiser
-from credit_rl.parts import Credit, Loss
+from credit_rl.parts import Credit, Loss, Needs
 from credit_rl.trajectory import Group, Question, Trajectory, Turn
-from credit_rl.vspo import kept_and_weights, vspo_weights
+from credit_rl.vspo import choose_groups, vspo_weights
 
 VOCABULARY = 64
 
@@ -53,7 +53,7 @@ def step(model, groups, rewards, omega, share, kl):
     start, layout = time.perf_counter(), pack(groups)
     own = group_normalize(rewards.flatten(), layout.groups) * omega
     advantages = own[layout.row_trajectory][:, None] * layout.trained
-    logged = learner.step(layout, learner.evaluate(layout, ('logp', 'ref_logp')),
+    logged = learner.step(layout, learner.evaluate(layout, Needs(logp=True, ref_logp=True)),
                           Credit(advantages, trajectory_weight=torch.full((len(layout.groups),), share)))
     return sum(seen), time.perf_counter() - start, logged
 
@@ -75,7 +75,7 @@ def main():
                                          num_hidden_layers=a.layers, num_attention_heads=4, num_key_value_heads=4))
 
     draw = dict(generator=torch.Generator().manual_seed(a.seed))
-    kept, weights = kept_and_weights(rewards.flatten(),
+    kept, weights = choose_groups(rewards.flatten(),
                                      torch.arange(a.groups).repeat_interleave(a.members), clip=False, **draw)
     draw['generator'].manual_seed(a.seed)
     places = vspo_weights(rewards, clip=False, **draw)[1]

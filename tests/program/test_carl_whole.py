@@ -28,7 +28,7 @@ from credit_rl.tools import PythonTool, SearchTool
 from credit_rl import prepare as preparing, setup as staging, step_metrics, train as training, warmup
 from credit_rl.studies import competence
 from credit_rl.studies.when_to_ask import AskingChoice, form_auc, run_asking
-from credit_rl.studies.competence import examine_run, examined
+from credit_rl.studies.competence import examine_run, examine_runs
 from credit_rl.critics import at_states, expected_calibration_error, segment_starts
 from credit_rl.engine import ScriptedEngine
 from credit_rl.layout import pack, token_logps
@@ -920,7 +920,7 @@ def test_finished_runs_are_examined_once_and_reported(model, scripted, tmp_path,
         assert (found['critic'] is None) == (name == 'grpo-0')
     assert examine_run(run, lambda line: None, 'newest')['step'] == latest_checkpoint(run)[0]
     examine_run(run, lambda line: None)  # the best again
-    says = {name: critic for name, _, found in examined(tmp_path / 'runs') if (critic := found['critic'])}
+    says = {name: critic for name, _, found in examine_runs(tmp_path / 'runs') if (critic := found['critic'])}
     assert len(says['carl']['chances']) == 31 and len(set(
         says['carl']['chances'])) > 5 and 0 < says['carl']['brier'] < 1 and set(
             says['ppo']['signs']) == {'kept', 'lost'}
@@ -959,7 +959,7 @@ def test_finished_runs_are_examined_once_and_reported(model, scripted, tmp_path,
         f'{m}-{seed}': {k: v
                         for k, v in found.items()
                         if k != 'first credit'}
-        for m, seed, found in examined(tmp_path / 'runs')
+        for m, seed, found in examine_runs(tmp_path / 'runs')
     }
     assert len(asked) == 1 and len(whole) == 3 and found == older
     monkeypatch.setattr(competence, 'open_agent', lambda *a: pytest.fail('examined twice'))
@@ -1094,4 +1094,4 @@ def test_who_cannot_be_examined_is_told_why(model, tmp_path):
     with pytest.raises(ValueError, match='leaves'): examine_run(run)
     (run / 'summary.json').unlink()
     with pytest.raises(FileNotFoundError, match='finished'): examine_run(run)
-    with pytest.raises(FileNotFoundError, match='finished'): examined(run)
+    with pytest.raises(FileNotFoundError, match='finished'): examine_runs(run)
