@@ -92,7 +92,7 @@ def looks(learner, world):
     def look(layout, needs):
         if not needs.forwards and not needs.plays: return None
         golds, seen = {n: gold_templates(chat, needs.groups, g.schema) for n, g in needs.golds.items()}, Measured()
-        if needs.forwards: seen = learner.evaluate(layout, needs.forwards, golds, ends=needs.ends)
+        if needs.forwards: seen = learner.evaluate(layout, needs, golds)
         if not needs.plays: return seen
         engine = HFEngine(model, chat.tokenizer, max_length=192)
         return dataclasses.replace(seen, state_values=continuation_values(engine, env, needs.groups, needs.plays)[0])
@@ -332,7 +332,7 @@ def test_vspo_counts_the_kl_of_a_kept_row_once(world, average):
     def moved(layout, credit, loss):
         learner = Learner(copy.deepcopy(model), loss, AT_ONCE, frozen=FrozenModels(reference), backend=SGD())
         before = {n: w.clone() for n, w in learner.weights().items()}
-        learner.step(layout, learner.evaluate(layout, ('logp', 'ref_logp') if loss.kl else ('logp',)), credit)
+        learner.step(layout, learner.evaluate(layout, Needs(logp=True, ref_logp=bool(loss.kl))), credit)
         return change(before, learner)
 
     batch = assign(method, groups, lambda layout, asks: None, torch.Generator().manual_seed(0))

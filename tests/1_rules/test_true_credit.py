@@ -23,7 +23,7 @@ from credit_rl.train import train
 from credit_rl.runlog import read_metrics
 from credit_rl.trajectory import Group
 from credit_rl.true_credit import (SolverRates, _solver_value, continuation_values, distinct_states, exact_values,
-                                   missing_pages, note_values, said_next, solver_rates, solver_values, turn_credit)
+                                   missing_pages, note_values, next_texts, solver_rates, solver_values, turn_credit)
 from credit_rl.world import make_world, world_of
 
 WEAK = Player(one_word=.3, restart=.2, near_miss=.4, early=.1)
@@ -116,7 +116,7 @@ def test_exact_values_are_expectations(played):
     policy = lambda text, rng: act(text, rng, WEAK)
     exact, t = exact_values(policy, env, groups[:1], state=player_state), groups[0].trajectories[0]
     start, total = dataclasses.replace(t, turns=(), answer=None), 0.
-    for said, p in said_next(policy, CHAT.tokenizer.decode(list(t.prompt_ids))).items():
+    for said, p in next_texts(policy, CHAT.tokenizer.decode(list(t.prompt_ids))).items():
         after, over = add_message(env, start, said)
         assert not over                                                  # a weak player never answers at once
         then = dataclasses.replace(after, turns=(*after.turns, t.turns[-1]))    # any turn: its state is what counts

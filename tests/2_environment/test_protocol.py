@@ -12,7 +12,7 @@ from credit_rl.engine import FinishedTurn, HFEngine, SamplingParams, ScriptedEng
 from credit_rl.layout import pack, token_logps
 from credit_rl.learner import Learner
 from credit_rl.outcome import extract_answer
-from credit_rl.protocol import (boxed, byte_tokenizer, Chat, CHATML, check_tokenizer, parse, PLAIN, Protocol,
+from credit_rl.protocol import (find_box, byte_tokenizer, Chat, CHATML, check_tokenizer, parse, PLAIN, Protocol,
                                 PROTOCOLS, read_context)
 from credit_rl.prs import parse_verdict
 from credit_rl.readers import Passage
@@ -710,7 +710,7 @@ def test_any_text_is_a_call_an_answer_or_an_error(name, text):
     if action.answer is not None: assert action.answer.strip() == action.answer != ''
     if action.call and PROTOCOLS[name].call_style != 'code':
         assert action.call['queries'] and all(isinstance(q, str) and q.strip() for q in action.call['queries'])
-    assert boxed(text) == extract_answer(text, 'boxed')
+    assert find_box(text) == extract_answer(text, 'boxed')
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from credit_rl.tools import PythonTool
 from credit_rl.trajectory import Group, Question, Stop, Trajectory, Turn
 from credit_rl import warmup
 from credit_rl.warmup import (choose_questions, collect, CollectionPlan, draw_evenly, GATE, gate, GateFailed,
-                              GateReport, Missing, Pairs, prompted, Sampler, searching, warm_up, WarmUp)
+                              GateReport, Missing, Pairs, with_prompt, Sampler, searching, warm_up, WarmUp)
 from credit_rl.world import Competence, make_world
 
 
@@ -160,7 +160,7 @@ def test_prompts_go_by_tier_and_by_set_as_in_appendix_c(by):
     paper = {'carl': {'known 1', 'known 2'}, 'carl-multi-hop': {'known 2', 'unknown 2'}}
     assert told.asked == {'carl-direct': every, 'carl-forced': every, 'carl': every, 'carl-multi-hop': every} | (
         paper if by == 'paper' else {})
-    said = [prompted(env, mode).chat.protocol.system for mode in ('forced', 'optional', 'multi-hop')]
+    said = [with_prompt(env, mode).chat.protocol.system for mode in ('forced', 'optional', 'multi-hop')]
     assert not any('search' in text for text in said) and len(set(said)) == 3
     assert all('search(query)' in PROTOCOLS[name].system for name in ('carl-forced', 'carl', 'carl-multi-hop'))
 

@@ -14,6 +14,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -32,18 +33,21 @@ from credit_rl.models import load_model
 from credit_rl.parts import Batch, Credit, Measured
 from credit_rl.search_service import SearchServer
 from credit_rl.readers import Passage
-from credit_rl.runlog import (Journal, RunLog, latest_checkpoint, named_checkpoint, read_metrics, read_params,
+from credit_rl.runlog import (Journal, RunLog, latest_checkpoint, named_checkpoint, read_metrics, read_params, saving,
                               read_summary, read_turns, same_metrics)
 from credit_rl.settings import Config, make_config
 from credit_rl.setup import plan_of
 from credit_rl.train import begin_run, main, train
 from credit_rl.trajectory import Group, Question, example_group, trajectory_from_json
 from credit_rl.view import show_rollout
-from credit_rl.vllm_engine import VLLMSettings
-from made_runs import BASE, SHORT
+from credit_rl.warmup import WarmupRollouts
 
 ROOT = Path(__file__).resolve().parents[2]
-SHORT = {**SHORT, 'steps': 4}
+BASE = str(ROOT / 'data' / 'tiny_base')
+# a run of two seconds with checkpoints in it; the KL term makes it update at every step, so that a state that is not
+# restored shows
+SHORT = dict(model=BASE, steps=4, eval_every=2, questions_per_step=4, group_size=4, questions=50, dev_questions=8,
+             test_questions=8, max_turns=3, turn_tokens=12, kl=.01, world={'size': 200}, threads=1)
 
 
 def command(settings):
@@ -99,10 +103,16 @@ def test_after_three_steps_a_run_says_what_was_foretold(tmp_path, monkeypatch):
 
 # ---- the same again ----
 
-@pytest.fixture
-def whole(finished):
-    "A run that nobody interrupted."
-    return finished(steps=4)
+@pytest.fixture(scope='module')
+def whole(tmp_path_factory):
+    "A run by the command line that nobody interrupted, and the seconds it took; its lines lie beside it."
+    folder = tmp_path_factory.mktemp('runs') / 'whole'
+    since = time.monotonic()
+    done = subprocess.run(command({**SHORT, 'run': str(folder)}), cwd=ROOT, env=on_a_cpu(), stdin=subprocess.DEVNULL,
+                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    assert done.returncode == 0, done.stdout
+    (folder / 'lines').write_text(done.stdout)
+    return folder, time.monotonic() - since
 
 
 def results(folder):
@@ -127,7 +137,8 @@ def assert_same(a, b):
 
 @pytest.mark.long
 def test_a_run_tells_how_it_goes(whole):
-    folder, lines = whole, (whole.parent / 'lines').read_text().splitlines()
+    folder, _ = whole
+    lines = (folder / 'lines').read_text().splitlines()
     for said in ('ceiling', 'base: EM', 'step 1/4', 'step 4/4', 'final: EM'):
         assert any(said in line for line in lines), said
     table = read_metrics(folder)
@@ -149,7 +160,7 @@ def test_a_run_tells_how_it_goes(whole):
 def test_the_same_settings_give_the_same_run(whole, tmp_path):
     "Another process, in another folder: the same metrics and the same rollouts."
     assert sit({**SHORT, 'run': str(tmp_path / 'again')}) == 0
-    assert_same(whole, tmp_path / 'again')
+    assert_same(whole[0], tmp_path / 'again')
 
 
 @pytest.mark.parametrize('method', ['ppo', 'tips'])
@@ -251,7 +262,7 @@ def test_a_killed_run_ends_as_if_it_had_not_been(whole, tmp_path, death):
     assert sit(settings, death=death) == -signal.SIGKILL
     assert not (tmp_path / 'killed' / 'summary.json').exists()
     assert sit({**settings, 'resume': True}) == 0
-    assert_same(whole, tmp_path / 'killed')
+    assert_same(whole[0], tmp_path / 'killed')
 
 
 @pytest.mark.long
@@ -267,7 +278,7 @@ def test_the_command_is_killed_and_resumed(whole, tmp_path):
     assert run.returncode == -signal.SIGKILL
     assert latest_checkpoint(tmp_path / 'killed')[0] == 2 and not (tmp_path / 'killed' / 'summary.json').exists()
     assert sit({**settings, 'resume': True}) == 0
-    assert_same(whole, tmp_path / 'killed')
+    assert_same(whole[0], tmp_path / 'killed')
 
 
 @pytest.mark.skipif(not hasattr(resource, 'prlimit'), reason='limits of another process are set on Linux alone')
@@ -292,14 +303,14 @@ def test_a_disk_that_takes_no_more_ends_a_run_in_a_line(whole, tmp_path):
         assert words in message, said
     assert kept < 4 and not [p for p in (tmp_path / 'run' / 'checkpoints').iterdir() if p.name.endswith('part')]
     assert sit({**settings, 'resume': True}) == 0
-    assert_same(whole, tmp_path / 'run')
+    assert_same(whole[0], tmp_path / 'run')
 
 
 def test_another_failure_while_a_checkpoint_is_written_is_no_matter_of_the_disk(tmp_path):
-    with pytest.raises(RuntimeError, match='^connection closed$'), training.saving(tmp_path / 'step-000002'):
+    with pytest.raises(RuntimeError, match='^connection closed$'), saving(tmp_path / 'step-000002'):
         raise RuntimeError('connection closed')
     with pytest.raises(
-            OSError, match='step-000002'), training.saving(tmp_path / 'step-000002'):
+            OSError, match='step-000002'), saving(tmp_path / 'step-000002'):
         raise OSError(errno.ENOSPC, 'No space left on device')
 
 
@@ -331,7 +342,7 @@ def idle(monkeypatch):
 
 @pytest.mark.long
 def test_a_finished_run_is_only_shown_again(whole, idle, tmp_path):
-    folder = shutil.copytree(whole, tmp_path / 'copy', symlinks=True)
+    folder = shutil.copytree(whole[0], tmp_path / 'copy', symlinks=True)
     before = {p: p.read_bytes() for p in folder.rglob('*') if p.is_file()}
     assert train({**SHORT, 'run': str(folder), 'resume': True}) == folder
     assert {p: p.read_bytes() for p in folder.rglob('*') if p.is_file()} == before
@@ -339,7 +350,7 @@ def test_a_finished_run_is_only_shown_again(whole, idle, tmp_path):
 
 @pytest.mark.long
 def test_a_finished_run_is_not_shown_as_another(whole, idle, tmp_path):
-    folder = shutil.copytree(whole, tmp_path / 'copy', symlinks=True)
+    folder = shutil.copytree(whole[0], tmp_path / 'copy', symlinks=True)
     with pytest.raises(ValueError, match="'tspo'"):
         train({**SHORT, 'run': str(folder), 'resume': True, 'method': 'grpo'})
     params = yaml.safe_load((folder / 'params.yaml').read_text())
@@ -354,7 +365,7 @@ def test_more_steps_go_on_from_where_a_run_ended(whole, tmp_path):
     settings = {**SHORT, 'run': str(tmp_path / 'longer')}
     assert sit({**settings, 'steps': 2}) == 0
     assert sit({**settings, 'resume': True}) == 0
-    assert_same(whole, tmp_path / 'longer')
+    assert_same(whole[0], tmp_path / 'longer')
 
 
 # ---- bad input ----
@@ -388,29 +399,39 @@ def bad(tmp_path):
 
 
 REFUSED = {
-    'unknown method': (dict(method='tsop'), "'tspo'"), 'unknown parameter': (dict(metod='grpo'), "'method'"),
-    'unknown option of the method': (dict(options={'alhpa': 1.0}), "'alpha'"),
-    'wrong kind of value': (dict(steps='many'), "'many'"),
-    'model folder without tokenizer': (dict(model='no_tokenizer'), 'tokenizer'),
-    'model folder without model': (dict(model='empty_corpus'), 'config.json'),
-    'model folder without weights': (dict(model='no_weights'), 'weights'),
-    'nobody at the search server': (dict(data='hotpotqa', path='empty_corpus', corpus='http://127.0.0.1:9'), 'reached'),
-    'no model folder': (dict(model='./nowhere'), 'nowhere'),
-    'empty corpus': (dict(data='hotpotqa', path='empty_corpus'), 'rows'),
-    'no questions': (dict(data='hotpotqa', path='no_questions'), 'questions'),
-    'too few questions': (dict(data='hotpotqa', path='one.json'), 'part'),
-    'no such path': (dict(data='hotpotqa', path='nowhere'), "'nowhere'"),
-    'unknown data set': (dict(data='hotpotqua'), "'hotpotqa'"),
-    'real data, tiny model': (dict(data='hotpotqa', path='one.json', model='tiny'), 'model folder'),
-    'one attempt and a group norm': (dict(group_size=1), 'group_size'), 'no turns': (dict(max_turns=0), 'max_turns'),
-    'no steps to speak of': (dict(steps=-1), 'steps'), 'no mini-batch': (dict(minibatches=0), 'minibatches'),
-    'cut-off sampling': (dict(top_p=0.9), 'top_p'), 'frozen sampling': (dict(temperature=0.0), 'temperature'),
-    'unknown average': (dict(average='mean'), 'average'), 'unknown measurement': (dict(measure=['beliefs']), 'measure'),
-    'unknown world': (dict(world={'sise': 200}), "'sise'"), 'impossible world': (dict(world={'size': 3}), 'size'),
-    'run folder below a file': (dict(run='below a file'), 'folder'),
-    'run folder is a file': (dict(run='file'), 'folder'),
-    'run folder holds a run': (dict(run='begun'), 'resume=True'),
-    'another run to resume': (dict(run='begun', resume=True), 'other parameters')}
+    'unknown method': (dict(method='tsop'), "no method 'tsop'; did you mean 'tspo'"),
+    'unknown parameter': (dict(metod='grpo'), "no setting 'metod'; did you mean 'method'"),
+    'unknown option of the method': (dict(options={'alhpa': 1.0}), "no option 'alhpa'; did you mean 'alpha'"),
+    'wrong kind of value': (dict(steps='many'), "steps must be a int, got 'many'"),
+    'model folder without tokenizer': (dict(model='no_tokenizer'), 'has no tokenizer: save one into it'),
+    'model folder without model': (dict(model='empty_corpus'), 'has no config.json'),
+    'model folder without weights': (dict(model='no_weights'), r'has no weights: wanted \*.safetensors'),
+    'nobody at the search server': (
+        dict(data='hotpotqa', path='empty_corpus', corpus='http://127.0.0.1:9'),
+        'a query was tried: http://127.0.0.1:9/retrieve cannot be reached',
+    ),
+    'no model folder': (dict(model='./nowhere'), 'neither a folder here nor a name'),
+    'empty corpus': (dict(data='hotpotqa', path='empty_corpus'), 'has no rows'),
+    'no questions': (dict(data='hotpotqa', path='no_questions'), 'has no hotpotqa questions'),
+    'too few questions': (dict(data='hotpotqa', path='one.json'), 'each part needs one at least'),
+    'no such path': (dict(data='hotpotqa', path='nowhere'), "path 'nowhere' does not exist"),
+    'unknown data set': (dict(data='hotpotqua'), "no data set 'hotpotqua'; did you mean 'hotpotqa'"),
+    'real data, tiny model': (dict(data='hotpotqa', path='one.json', model='tiny'), 'needs a model folder'),
+    'one attempt and a group norm': (dict(group_size=1), 'group_size must be at least 2, got 1'),
+    'no turns': (dict(max_turns=0), 'max_turns must be at least 1, got 0'),
+    'no steps to speak of': (dict(steps=-1), 'steps must be at least 0, got -1'),
+    'no mini-batch': (dict(minibatches=0), 'minibatches must be at least 1, got 0'),
+    'cut-off sampling': (dict(top_p=0.9), 'top_p is 1 in every run'),
+    'frozen sampling': (dict(temperature=0.0), 'temperature must be above 0'),
+    'unknown average': (dict(average='mean'), "average must be one of token-mean, .*, got 'mean'"),
+    'unknown measurement': (dict(measure=['beliefs']), r"measure takes belief and entropy, got \['beliefs'\]"),
+    'unknown world': (dict(world={'sise': 200}), "world takes size, .*, got 'sise'"),
+    'impossible world': (dict(world={'size': 3}), 'size must be at least 50'),
+    'run folder below a file': (dict(run='below a file'), 'is a file; a run needs a folder'),
+    'run folder is a file': (dict(run='file'), 'is a file; a run needs a folder'),
+    'run folder holds a run': (dict(run='begun'), r'already holds a run \(params.yaml\): pass resume=True'),
+    'another run to resume': (dict(run='begun', resume=True), 'was begun with other parameters'),
+}
 
 
 @pytest.mark.parametrize('name', REFUSED)
@@ -427,9 +448,18 @@ def test_bad_input_is_refused_before_any_compute(idle, bad, tmp_path, name):
     assert not (tmp_path / 'run' / 'params.yaml').exists()
 
 
-@pytest.mark.parametrize('arguments, message', [
-    (['metod=grpo'], "'method'"), (['--params', 'nowhere.yaml'], 'nowhere.yaml'),
-    (['--params', 'list.yaml'], 'wanted lines'), (['steps=[1'], 'parsing')])
+@pytest.mark.parametrize(
+    'arguments, message',
+    [
+        (['metod=grpo'], "no setting 'metod'; did you mean 'method'"),
+        (['method=gpro'], "no method 'gpro'; did you mean 'igpo'"),
+        (['--params', 'nowhere.yaml'], 'nowhere.yaml'),
+        (['--params', 'params.yaml', 'metod=grpo'], 'did you mean'),
+        (['learning_rate=fast'], 'learning_rate must be a float'),
+        (['--params', 'list.yaml'], 'wanted lines such as'),
+        (['steps=[1'], 'parsing a flow sequence'),
+    ],
+)
 def test_the_command_line_tells_mistakes_in_a_line(idle, tmp_path, monkeypatch, arguments, message):
     (tmp_path / 'params.yaml').write_text(yaml.safe_dump({'steps': 3}))
     (tmp_path / 'list.yaml').write_text('- steps')
@@ -772,10 +802,7 @@ MEASURED = {'belief': {'gold_entropy_start', 'gold_entropy_end', *BELIEF}, 'entr
 def quiet(folder, **settings):
     "The folder of a run, and its kept training rollouts of step 1."
     run = train({**ALL, **settings, 'run': str(folder)}, say=lambda line: None)
-    return run, kept_rows(run)
-
-
-def kept_rows(run): return [row for row in read_turns(run, 1) if row['kind'] == 'train']
+    return run, [row for row in read_turns(run, 1) if row['kind'] == 'train']
 
 
 def played(rows):
@@ -882,7 +909,7 @@ def test_a_dry_run_tells_of_words_that_the_model_does_not_know(tmp_path, monkeyp
     assert sum('has no words for' in line and 'gold_schema' in line for line in lines) == told
 
 
-def test_surprisal_is_of_the_samples_and_entropy_of_the_distributions(tmp_path, finished):
+def test_surprisal_is_of_the_samples_and_entropy_of_the_distributions(tmp_path):
     """Surprisal is the mean -log-probability of what was sampled. A loss with an entropy term logs the entropy itself,
     and before the first update it is what measuring it says."""
     run, rows = quiet(tmp_path / 'asked', method='grpo', measure=['entropy'])
@@ -892,10 +919,10 @@ def test_surprisal_is_of_the_samples_and_entropy_of_the_distributions(tmp_path, 
     bonus, _ = quiet(tmp_path / 'bonus', method='grpo', loss={'entropy': .01}, minibatches=1, measure=['entropy'])
     assert read_metrics(bonus).entropy[1] == pytest.approx(table.entropy[1], rel=1e-4)
     assert read_metrics(bonus).entropy[1] != pytest.approx(table.surprisal[1], rel=1e-3)
-    assert 'entropy' not in read_metrics(finished(**ALL, method='grpo'))
+    assert 'entropy' not in read_metrics(quiet(tmp_path / 'plain', method='grpo')[0])
 
 
-def test_kept_rollouts_tell_of_their_turns_and_states(tmp_path, finished):
+def test_kept_rollouts_tell_of_their_turns_and_states(tmp_path):
     """Turn rewards, values, beliefs and potentials stand beside the advantages. By TIPS a turn earns α times the step
     of Φ, and what is left at the end; a missing state is null in the file and NaN when it is read."""
     run, rows = quiet(tmp_path / 'tips', method='tips', options={'alpha': .5}, measure=['belief'])
@@ -918,7 +945,7 @@ def test_kept_rollouts_tell_of_their_turns_and_states(tmp_path, finished):
     assert show_rollout(played(rows)[0], rows[0]['advantages'], measured=rows[0]).html.count('reward ') >= len(
         rows[0]['turn_rewards'])
     assert (read_metrics(run)[['seconds_teacher', 'seconds_evaluate']][1:] > 0).all(axis=None)
-    rows = kept_rows(other := finished(**ALL, method='grpo'))
+    other, rows = quiet(tmp_path / 'grpo', method='grpo')
     assert 'seconds_teacher' not in read_metrics(other)
     assert all('belief' not in row and 'values' not in row and not any(row['turn_rewards']) for row in rows)
     assert not any('token_advantages' in row for row in rows)   # by GRPO a turn's tokens have one
@@ -985,9 +1012,19 @@ def test_outcome_and_process_of_every_step(tmp_path):
     assert read_metrics(alone).anchor_share.isna().all() and read_metrics(alone)['o-p-'][1] >= 0
 
 
-def test_tool_rate_by_tier_where_tiers_are_known(tmp_path, monkeypatch, finished):
-    "Without tiers nothing is logged."
-    rows = kept_rows(none := finished(**ALL, method='grpo'))
+def test_tool_rate_by_tier_where_tiers_are_known(tmp_path, monkeypatch):
+    "From a warm-up's rollouts, or a question's own meta; without tiers nothing is logged."
+    group = example_group()
+    one = WarmupRollouts([group.question], torch.tensor([2]), [Group(group.question, group.trajectories[:1])],
+                    torch.tensor([3]), ['forced'])
+    one.save(tmp_path / 'rollouts-train.jsonl.gz')
+    tiers = step_metrics.known_tiers(str(tmp_path))
+    assert tiers == {(group.question.source, group.question.id): 2} and step_metrics.known_tiers(None) == {}
+    assert step_metrics.known_tiers(str(tmp_path / 'nowhere')) == {}
+    assert step_metrics.tier_rates([group], tiers) == {'tool_rate_tier_2': 1.}
+    assert step_metrics.tier_rates([group], {}) == {}
+
+    none, rows = quiet(tmp_path / 'none', method='grpo')
     assert not [name for name in read_metrics(none) if 'tier' in name]
     ids = [*dict.fromkeys(('tiny', t.question.id) for t in played(rows))]
     tiers = {key: 1 + i % 2 for i, key in enumerate(ids)}
@@ -1027,8 +1064,8 @@ def test_a_teachers_period_counts_steps_that_teach_nothing(tmp_path, monkeypatch
 @pytest.mark.long
 def test_a_checkpoint_that_was_cut_says_how_to_go_on(whole, tmp_path, name):
     "It is named, and that removing it helps."
-    run = Path(shutil.copytree(whole, tmp_path / 'run', symlinks=True))
-    (run / 'params.yaml').write_text((run / 'params.yaml').read_text().replace(str(whole), str(run)))
+    run = Path(shutil.copytree(whole[0], tmp_path / 'run', symlinks=True))
+    (run / 'params.yaml').write_text((run / 'params.yaml').read_text().replace(str(whole[0]), str(run)))
     (run / 'summary.json').unlink()
     last = latest_checkpoint(run)[1]
     os.truncate(last / name, (last / name).stat().st_size - 3)

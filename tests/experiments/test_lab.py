@@ -15,10 +15,10 @@ import torch
 from torch.testing import assert_close
 
 from credit_rl.studies import lab
-from credit_rl.studies.games import (action_chances, asking, chain, earned_before, game_values, group_moves, many_parts,
-                             near_miss, repair, searches, silent, stopping)
+from credit_rl.studies.games import (action_chances, asking, chain, earnings_before, game_values, group_moves,
+                                     many_parts, near_miss, repair, searches, silent, stopping)
 from credit_rl.groups import group_normalize, index_groups
-from credit_rl.studies.lab import (FORETOLD, TRIALS, LabChoice, Pupils, all_groups, belief_noise, believed,
+from credit_rl.studies.lab import (FORETOLD, TRIALS, LabChoice, Pupils, all_groups, belief_noise, beliefs_of,
                                    censored_mean, estimate_of, exact_estimate, get_contender, histories,
                                    judge_expected, lab_table, learn, map_page, move_weights, read_learned, run_lab,
                                    sampled_estimate, step_ratio, true_gradient, turn_gradients, turn_weights,
@@ -47,7 +47,7 @@ def credit_of(name, game, size=3, **options):
     "Weights of all turns, in all groups of a question: (M, size, K)."
     contender, (pi, moves, values, _) = get_contender(name, game.metric, **options), listed(game, size=size)
     pupils = Pupils(game, contender, len(pi), seeded())
-    earned, _ = earned_before(game, moves)
+    earned, _ = earnings_before(game, moves)
     shown, _ = pupils.show(pi, values, moves, earned)
     return pupils.credit(pi, moves, shown, size)[0].view(len(pi), size, -1)
 
@@ -72,11 +72,11 @@ def test_tips_shaping_adds_nothing_to_grpo():
     were, and a row that adds it is refused for that."""
     game = chain(3, .2, (2, 4, 3), 2)
     pi, moves, values, _ = listed(game, size=3)
-    earned, outcome = earned_before(game, moves)
+    earned, outcome = earnings_before(game, moves)
     owner = torch.arange(len(pi)).repeat_interleave(3)
     for kind in ('own', 'frozen', 'late', 'wrong'):
         first = Pupils(game, get_contender('grpo'), len(pi), seeded()).first.expand(len(pi), -1)
-        phi = believed(kind, values, first, game, moves, earned).double().log()
+        phi = beliefs_of(kind, values, first, game, moves, earned).double().log()
         shaped = shaping_rewards(phi, moves.turn_mask, .1)
         assert shaped.abs().max() > .01                                     # it says something of turns
         found = group_normalize(outcome.double() + shaped.sum(1), owner)
@@ -99,7 +99,7 @@ def test_tips_shaping_changes_no_expectation_in_ppo(shown):
 def test_tspo_is_grpo_where_no_group_is_all_wrong():
     game = MISSES()
     _, moves, _, _ = listed(game)
-    right = earned_before(game, moves)[1].view(-1, 3).sum(1)
+    right = earnings_before(game, moves)[1].view(-1, 3).sum(1)
     tspo, grpo = credit_of('tspo', game), credit_of('grpo', game)
     assert (right > 0).any() and (right == 0).any()
     assert_close(tspo[right > 0], grpo[right > 0], atol=1e-5, rtol=1e-5)
@@ -110,7 +110,7 @@ def test_carl_at_lambda_1_is_a_baseline():
     "Its credit is then outcome less value, of every turn; at λ = 0 it is the change of the value."
     game = asking((2, 4, 3), 2)
     pi, moves, values, _ = listed(game)
-    earned, outcome = earned_before(game, moves)
+    earned, outcome = earnings_before(game, moves)
     baseline = torch.where(moves.turn_mask, outcome[:, None] - earned - moves.pick(values), 0.).view(len(pi), 3, -1)
     assert_close(credit_of('carl (exact)', game, lam=1.), baseline / 3, atol=1e-5, rtol=1e-4)
     found = exact_estimate(game, get_contender('carl (exact)', 'em', lam=1.), 3)
@@ -198,7 +198,7 @@ def test_credit_of_moves_is_that_of_their_text(world):
     game = SMALL[world]()
     pi, generator = action_chances(game, game.base.expand(2, -1, -1)), seeded()
     moves = lab.draw_moves(game, pi, torch.randint(len(game.questions), (2, 2), generator=generator), 4, generator)
-    values, (earned, _) = game_values(game, pi), earned_before(game, moves)
+    values, (earned, _) = game_values(game, pi), earnings_before(game, moves)
     for name in RULES:
         if world == 'parts' and {'folr', 'gain', 'shaping'} & {*name.replace('tspo', 'folr').replace(
                 'igpo', 'gain').replace('tips', 'shaping').replace('+', ' ').replace('/', ' ').split()}: continue
@@ -281,13 +281,13 @@ def test_a_turn_that_is_not_taught_makes_the_lowest_score():
 def test_a_blind_critic_sees_the_turn_alone():
     game = SMALL['chain']()
     pi, moves, values, _ = listed(game)
-    earned, _ = earned_before(game, moves)
+    earned, _ = earnings_before(game, moves)
     told, blind = (Pupils(game, get_contender(f'ppo (warm, {sight})'), len(pi), seeded()).show(pi, values, moves, earned)[
         0]['values'] for sight in ('told', 'blind'))
     assert len(blind[:, 1].unique()) == 1 < len(told[:, 1].unique())
     parts = SMALL['parts']()                         # what was earned is in the told value, and only in its mean in the other
     pi, moves, values, _ = listed(parts)
-    earned, _ = earned_before(parts, moves)
+    earned, _ = earnings_before(parts, moves)
     blind = Pupils(parts, get_contender('ppo (warm, blind)', 'parts'), len(pi), seeded()).show(pi, values, moves, earned)[0]
     assert_close(blind['values'], torch.full_like(blind['values'], 1 / 3))
     with pytest.raises(ValueError, match='critic'): get_contender('carl (exact, blind)')
@@ -303,7 +303,7 @@ def test_noisy_belief_tells_states_with_the_gold_as_well_as_asked(game, auc):
     pi = action_chances(game, game.base.expand(150, -1, -1))                  # each policy has draws of its own
     moves = lab.draw_moves(game, pi, torch.randint(64, (150, 30), generator=generator), 2, generator)
     pupils = Pupils(game, get_contender(f'igpo ({str(auc)[1:]})'), 150, generator)
-    belief = pupils.show(pi, game_values(game, pi), moves, earned_before(game, moves)[0])[0]['belief'][:, :-1]
+    belief = pupils.show(pi, game_values(game, pi), moves, earnings_before(game, moves)[0])[0]['belief'][:, :-1]
     shows = game.reads[1][moves.spot.clamp(min=0), moves.action, moves.way] & moves.turn_mask
     seen = torch.nn.functional.pad(shows.cumsum(1)[:, :-1], (1, 0)) > 0 if shows.any() else \
         moves.pick(game_values(game, pi)) > 0
@@ -327,7 +327,7 @@ def test_noise_that_there_is_not_is_refused():
 def test_flattened_tspo_pays_the_same_for_all_turns():
     game = MISSES()
     _, moves, _, _ = listed(game)
-    right = earned_before(game, moves)[1].view(-1, 3).sum(1)
+    right = earnings_before(game, moves)[1].view(-1, 3).sum(1)
     flat, tspo = credit_of('tspo flat', game), credit_of('tspo', game)
     assert_close(flat[right > 0], tspo[right > 0], atol=1e-6, rtol=1e-6)
     wrong = flat[right == 0]

@@ -6,6 +6,7 @@ import torch
 
 from credit_rl import tiny
 from credit_rl.engine import ScriptedEngine
+from credit_rl.parts import Golds, Needs
 from credit_rl.tspo import first_turns
 from credit_rl.information_gain import belief_check, belief_of, belief_schema
 from credit_rl.layout import pack
@@ -275,7 +276,7 @@ def test_belief_of_a_base_is_that_of_a_run_which_measures_it():
     layout = pack(groups, len(CHAT.encode(answer_header(CHAT))))
     golds = gold_templates(CHAT, groups, belief_schema(CHAT.protocol))
     learner = learner_of(make_config({'method': 'grpo', 'log_kl': False}), model)
-    seen = learner.evaluate(layout, ('gold',), {'gold': golds})
+    seen = learner.evaluate(layout, Needs(gold=Golds()), {'gold': golds})
     wanted = belief_check(seen, layout, groups)
     assert wanted['belief_shown_states'] > 3
     for name, value in found.items(): assert value == pytest.approx(wanted[name], rel=1e-4), name

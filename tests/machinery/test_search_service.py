@@ -28,7 +28,7 @@ from credit_rl.search_service import (Patience, SearchCache, SearchClient, Searc
 from credit_rl.settings import make_config
 from credit_rl.setup import real_search
 from credit_rl.tools import PythonTool, SearchTool
-from credit_rl.train import MAY_CHANGE
+from credit_rl.runlog import MAY_CHANGE
 
 pytest.importorskip('fastapi', reason='the extra `serve` is not installed')
 pytest.importorskip('uvicorn', reason='the extra `serve` is not installed')

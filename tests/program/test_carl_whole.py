@@ -28,7 +28,7 @@ from credit_rl.tools import PythonTool, SearchTool
 from credit_rl import prepare as preparing, setup as staging, step_metrics, train as training, warmup
 from credit_rl.studies import competence
 from credit_rl.studies.when_to_ask import AskingChoice, run_asking
-from credit_rl.studies.competence import examine_run, examined
+from credit_rl.studies.competence import examine_run, examine_runs
 from credit_rl.critics import at_states, expected_calibration_error, segment_starts
 from credit_rl.engine import ScriptedEngine
 from credit_rl.layout import pack, token_logps
@@ -331,9 +331,8 @@ def test_segments_sum_to_what_the_critic_did_not_expect(model, scripted, tmp_pat
     assert table.sign_kept[1] == 0 and table.value_start[1] == .5 and table.tool_rate[1:].between(.1, 1).all()
 
 
-def test_rows_train_on_what_the_model_wrote_after_its_own_context(model, scripted, tmp_path):
-    """Rows of the kept rollouts: their trained ids are the segments' own, no output of a program is among them, and
-    their log-probabilities are those of a forward of a segment's context and its own tokens alone."""
+def test_rows_train_on_what_the_model_wrote_and_nothing_else(model, scripted, tmp_path):
+    "Rows of the kept rollouts: their trained ids are the segments' own, and no output of a program is ever among them."
     run = quiet({**TINY, 'model': model, 'log_rollouts': 4, 'run': str(tmp_path / 'run')})
     trained = [trajectory_from_json(r['trajectory']) for r in read_turns(run) if r['kind'] == 'train']
     assert len(trained) == 2 * 16 and any(x.result is Result.OK for t in trained for x in t.turns)
@@ -341,19 +340,41 @@ def test_rows_train_on_what_the_model_wrote_after_its_own_context(model, scripte
     unsampled = lambda t: dataclasses.replace(
         t, turns=[dataclasses.replace(x, action_logps=[0.] * len(x.action_ids)) for x in t.turns])
     layout = pack([Group(t.question, [unsampled(t)]) for t in trained])
-    network = load_model(model)[0]
-    said, segments = Learner(network).evaluate(layout).logp, [(k, t, x) for t in trained for k, x in enumerate(t.turns)]
-    assert len(segments) == len(layout.ids) > 1.5 * len(trained)
-    for row, (k, t, x) in enumerate(segments):
-        mask, context = layout.token_turns[row] >= 0, list(x.context_ids or t.prompt_ids)
-        assert layout.ids[row][mask].tolist() == list(x.action_ids)
-        assert layout.token_turns[row][mask].unique().tolist() == [k]
-        assert layout.ids[row][:len(context)].tolist() == context and not mask[:len(context)].any()
-        assert not mask[len(context) + len(x.action_ids):].any()
-        with torch.no_grad(): logits = network(torch.tensor([context + list(x.action_ids)])).logits
-        logits = logits[0, len(context) - 1:-1]
-        alone = logits.float().log_softmax(-1).gather(1, torch.tensor(x.action_ids)[:, None])[:, 0]
-        torch.testing.assert_close(said[row][mask], alone, atol=1e-4, rtol=0)
+    row = 0
+    for t in trained:
+        for k, x in enumerate(t.turns):
+            mask = layout.token_turns[row] >= 0
+            context = list(x.context_ids or t.prompt_ids)
+            assert layout.ids[row][mask].tolist() == list(
+                x.action_ids) and layout.token_turns[row][mask].unique().tolist() == [k]
+            assert layout.ids[row][:len(context)].tolist(
+            ) == context and not mask[:len(context)].any() and not mask[len(context) + len(x.action_ids):].any()
+            row += 1
+    assert row == len(layout.ids)
+
+
+def test_log_probs_of_segments_are_those_of_their_own_context(model, scripted, tmp_path):
+    """Rollouts of several segments, packed: each row's log-probabilities are those of a forward of its context and its
+    own tokens alone."""
+    run = quiet({**TINY, 'model': model, 'steps': 1, 'log_rollouts': 4, 'run': str(tmp_path / 'run')})
+    played = [trajectory_from_json(r['trajectory']) for r in read_turns(run) if r['kind'] == 'train']
+    layout = pack([
+        Group(t.question, [
+            dataclasses.replace(t,
+                                turns=[dataclasses.replace(x, action_logps=[0.] * len(x.action_ids)) for x in t.turns])
+        ]) for t in played
+    ])
+    assert len(layout.ids) > 1.5 * len(played)  # not a row for each rollout
+    said, model, row = Learner(load_model(model)[0]).evaluate(layout).logp, load_model(model)[0], 0
+    for t in played:
+        for x in t.turns:
+            context = list(x.context_ids or t.prompt_ids)
+            with torch.no_grad():
+                logits = model(torch.tensor([context + list(x.action_ids)])).logits[0, len(context) - 1:-1]
+            alone = logits.float().log_softmax(-1).gather(1, torch.tensor(x.action_ids)[:, None])[:, 0]
+            torch.testing.assert_close(said[row][layout.token_turns[row] >= 0], alone, atol=1e-4, rtol=0)
+            row += 1
+    assert row == len(layout.ids)
 
 
 def test_explained_variance_is_of_the_outcome_at_the_states_before_segments():
@@ -839,7 +860,7 @@ def test_finished_runs_are_examined_once_and_reported(model, scripted, tmp_path,
         assert (found['critic'] is None) == (name == 'grpo-0')
     assert examine_run(run, lambda line: None, 'newest')['step'] == latest_checkpoint(run)[0]
     examine_run(run, lambda line: None)  # the best again
-    says = {name: critic for name, _, found in examined(tmp_path / 'runs') if (critic := found['critic'])}
+    says = {name: critic for name, _, found in examine_runs(tmp_path / 'runs') if (critic := found['critic'])}
     assert len(says['carl']['chances']) == 31 and len(set(
         says['carl']['chances'])) > 5 and 0 < says['carl']['brier'] < 1 and set(
             says['ppo']['signs']) == {'kept', 'lost'}
@@ -857,6 +878,30 @@ def test_finished_runs_are_examined_once_and_reported(model, scripted, tmp_path,
                **row, 'step': 3, 'trajectory': to_json(t), 'advantages': [{k - 1: .3, k: -.4}.get(i, 0.)
                                                                           for i in range(len(t.turns))]
            }])
+    names, older = ('carl-0', 'ppo-0', 'grpo-0'), {}
+    for name in names:
+        place = tmp_path / 'runs' / name / 'summary.json'
+        summary = json.loads(place.read_text())
+        older[name] = {k: v for k, v in summary['competence'].items() if k != 'first credit'}
+        # as it was kept when less was asked
+        summary['competence'] = {k: v for k, v in older[name].items() if k not in ('base', 'no tools')}
+        place.write_text(json.dumps(summary))
+    assert not any(label.startswith('base')
+                   for label in competence.asking_table(tmp_path / 'runs').index) and competence.play_table(
+                       tmp_path / 'runs')['note precision, base'].isna().all()
+    assert competence.resilience_table(tmp_path / 'runs')[['no tool, all', 'no tool, all, base']].isna().all(axis=None)
+    asked, whole = [], []
+    for name, kept in (('examine_base', asked), ('examine_agent', whole)):
+        monkeypatch.setattr(competence, name,
+                            lambda *a, of=getattr(competence, name), kept=kept, **k: kept.append(a) or of(*a, **k))
+    competence.main([str(tmp_path / 'runs')])  # anew; one base, asked once for the three
+    found = {
+        f'{m}-{seed}': {k: v
+                        for k, v in found.items()
+                        if k != 'first credit'}
+        for m, seed, found in examine_runs(tmp_path / 'runs')
+    }
+    assert len(asked) == 1 and len(whole) == 3 and found == older
     monkeypatch.setattr(competence, 'open_agent', lambda *a: pytest.fail('examined twice'))
     competence.main([str(tmp_path / 'runs')])  # the warm-up is left out
     code, text, notebook = papermill(tmp_path / 'report.ipynb',
@@ -920,9 +965,12 @@ def test_a_critic_in_the_pieces_of_deepspeed_is_examined(model, scripted, tmp_pa
         assert all(torch.equal(a, b) for a, b in zip(pieces.critic[0].parameters(), load_model(model)[0].parameters()))
 
 
-def test_who_cannot_be_examined_is_told_why(finished, tmp_path):
-    run = shutil.copytree(finished(method='grpo'), tmp_path / 'run', symlinks=True)
+def test_who_cannot_be_examined_is_told_why(model, tmp_path):
+    run = quiet({
+        **TINY, 'method': 'grpo', 'protocol': None, 'model': str(ROOT / 'data' / 'tiny_base'), 'world': {}, 'steps': 1,
+        'max_turns': 2, 'recompute': False, 'run': str(tmp_path / 'run')
+    })
     with pytest.raises(ValueError, match='leaves'): examine_run(run)
     (run / 'summary.json').unlink()
     with pytest.raises(FileNotFoundError, match='finished'): examine_run(run)
-    with pytest.raises(FileNotFoundError, match='finished'): examined(run)
+    with pytest.raises(FileNotFoundError, match='finished'): examine_runs(run)

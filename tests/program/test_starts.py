@@ -127,7 +127,7 @@ def test_what_has_a_checkpoint_or_was_there_before_is_kept(tmp_path):
 
 def test_a_fine_tuning_without_right_rollouts_leaves_its_folder_free(tmp_path, monkeypatch):
     from credit_rl import sft
-    monkeypatch.setattr(sft, '_played', lambda *args: [])
+    monkeypatch.setattr(sft, '_play_batches', lambda *args: [])
     with pytest.raises(ValueError, match='imitate'):
         sft.rejection_sft({**SHORT, 'run': str(tmp_path / 'run')}, say=lambda line: None)
     RunLog(tmp_path / 'run')
