@@ -176,9 +176,9 @@ def test_long_texts_are_cut_and_say_so(tmp_path):
 
 def test_the_command_writes_the_page(tmp_path, capsys):
     folder = example_run(tmp_path / 'run')
-    main([str(folder), 'rules=grpo,tspo', '--most', '3'])
+    main([str(folder), '--rules', 'grpo', 'tspo', '--most', '3'])
     assert capsys.readouterr().out.strip() == str(folder / 'view.html') and (folder / 'view.html').exists()
-    for wrong, said in (([str(tmp_path / 'none')], 'holds no turns.jsonl.gz'), ([str(folder), 'rules=grop'], 'grpo')):
+    for wrong, said in (([str(tmp_path / 'none')], 'holds no turns.jsonl.gz'), ([str(folder), '--rules', 'grop'], 'grpo')):
         with pytest.raises(SystemExit) as end: main(wrong)
         assert end.value.code == 1 and said in capsys.readouterr().err
 
