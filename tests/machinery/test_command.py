@@ -57,9 +57,13 @@ def test_an_unknown_name_is_an_attribute_error():
         from credit_rl import tspo_advantage  # noqa: F401
 
 
+KINDS = {'evaluate': Evaluation, 'longform': Evaluation, 'warmup': Warming}
+WARMED = ('steps', 'learning_rate', 'group_size', 'log.kl')              # settings that a warm-up does not read
+
+
 @pytest.mark.parametrize('verb, first, later', [
     ('train', 'learning_rate', 'adamw.betas'), ('sft', 'sft.epochs', 'adamw.betas'), ('evaluate', 'model', None),
-    ('audit', 'plays', 'adamw.betas'), ('warmup', 'per_tier', None)])
+    ('audit', 'plays', 'adamw.betas'), ('warmup', 'per_tier', 'clusters'), ('longform', 'judge', 'columns')])
 def test_help_shows_what_matters_and_help_all_every_setting_with_its_line(verb, first, later, capsys):
     def shown(*words):
         with pytest.raises(SystemExit): main([verb, *words])
@@ -68,9 +72,10 @@ def test_help_shows_what_matters_and_help_all_every_setting_with_its_line(verb, 
         return ' '.join(text.split())
     few, every = shown('--help'), shown('--help', 'all')
     assert f' {first}=' in few and (later is None or f' {later}=' not in few)
-    for name, option in flat_options({'evaluate': Evaluation, 'warmup': Warming}.get(verb, Config)).items():
-        if verb in ('audit', 'sft') and name in ('method', 'steps', 'adamw.clip', 'log.kl'): assert f' {name}=' not in every
-        elif verb not in ('audit', 'sft'): assert f' {name}={option.default!r}' in every and ' '.join(option.about.split()) in every
+    hidden = dict.fromkeys(('audit', 'sft'), ('method', 'steps', 'adamw.clip', 'log.kl')) | {'warmup': WARMED}
+    for name, option in flat_options(KINDS.get(verb, Config)).items():
+        if name in hidden.get(verb, ()): assert f' {name}=' not in every
+        elif verb not in hidden: assert f' {name}={option.default!r}' in every and ' '.join(option.about.split()) in every
 
 
 @pytest.mark.parametrize('words, near', [
