@@ -157,3 +157,4 @@ def test_the_page_runs_as_it_stands(root, tmp_path):
         assert done.returncode == 0, f'{command}\n{done.stdout[-3000:]}'
     for name in ('prices', 'shop'):
         assert 'dev_right' in (tmp_path / f'runs/{name}/metrics.jsonl').read_text()
+    assert '"metric": "reward"' in (tmp_path / 'runs/shop/evaluation/questions/scores.json').read_text()
