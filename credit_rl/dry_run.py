@@ -88,7 +88,7 @@ def _missing_gpu(host, needs, i):
     wrong, when = [], ' at its start, when models are whole' if needs['rank'] == needs.get('start') else ''
     if (whole := get('rank', 'search')) > size:
         wrong.append(f'GPU {i} has {size / 1e9:.1f} GB, but a rank needs at least {whole / 1e9:.1f} GB{when}')
-    if host.engine != 'vllm' or host.vllm.get('devices'): return wrong
+    if host.engine != 'vllm': return wrong
     taken = host.vllm.get('arguments', {}).get('gpu_memory_utilization', .9) * size
     if taken and get('acting copy', 'keys and values') > taken:
         wrong.append(f'GPU {i} has {taken / 1e9:.1f} GB for vLLM, but its weights and one trajectory take '

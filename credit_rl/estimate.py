@@ -234,7 +234,7 @@ def token_seconds(sizes, rows):
 
 def _acting_seconds(sizes, plan, load):
     "Estimate the seconds in which a rank's GPU writes its trajectories, and then goes on with the longest alone."
-    each = load.tokens / load.length / plan.ranks                      # trajectories
+    each = load.tokens / load.length / (load.engines or plan.ranks)    # trajectories
     rows, tokens = max(1., min(each, load.at_once)), load.written * load.length
     return (each * tokens / rows * token_seconds(sizes, rows) + load.pauses
             + max(0., load.longest - tokens) * token_seconds(sizes, 1))
@@ -276,6 +276,7 @@ class Load:
     longest: int = 0      # tokens that its longest trajectory writes; 0: as many as the others
     at_once: int = 256    # trajectories that a rank plays at once, at most
     pauses: float = 0.    # seconds that a trajectory waits for its tools
+    engines: int = 0      # servers that play, on GPUs of their own; 0: each rank does
 
 _UPDATE = {'gpu': .015, 'host': 1.2, 'fused': .7, 'plain': 12.3}   # nanoseconds in which AdamW moves a weight
 

@@ -6,7 +6,7 @@
 __all__ = ['NEAR', 'measure', 'by_set', 'summarize', 'score', 'evaluate', 'bootstrap_interval', 'EvaluationChoice', 'Evaluation',
            'set_names', 'check_evaluation', 'question_key', 'dev_keys', 'train_keys', 'note_seen', 'seen_lines',
            'open_set', 'manifest_differences', 'question_row', 'set_scores', 'read_manifest', 'read_scores',
-           'right_rows', 'pool_tiers', 'run_evaluation', 'ReplayResult', 'replay_evaluation', 'compare_rows',
+           'right_rows', 'run_evaluation', 'ReplayResult', 'set_folders', 'replay_evaluation', 'compare_rows',
            'evaluation_table', 'evaluation_figure', 'main', 'pool_main', 'ask_typed']
 
 # %% ../nbs/3_acting/27_evaluate.ipynb #c002
@@ -26,16 +26,15 @@ from .layout import hidden_states, pack
 from .metrics import benchmark_metric, carl_match, cover_match, empty_golds, exact_match, f1, gold_note, score_answer
 from .models import (Policy, json_hash, load_model, load_tokenizer, local_folder, model_hashes, read_template,
                               tokenizer_hash)
-from .outcome import outcome_of
 from .options import SettingsGroup, dotted, flat, flat_options, nearest, setting
 from .parameters import by_group, error_line, from_settings, make_parser, read_settings
 from .prompting import BASELINES
 from .protocol import prompt_hash, worded
 from .rollout import check_prompts, rollout
-from .runlog import (METRICS, Hold, Journal, RunFolder, RunLog, atomic_folder, atomic_write, code_hashes, read_json,
+from .runlog import (METRICS, Hold, RunFolder, RunLog, atomic_folder, atomic_write, code_hashes, read_json,
                               read_turns, read_text, write_json)
-from .trajectory import Group, Question, Result, Stop, Trajectory, to_json
-from .vllm_engine import EngineChoice, EngineLost, VLLMEngine, VLLMSettings, check_vllm_settings, rank_devices
+from .trajectory import Group, Question, Result, to_json
+from .vllm_engine import EngineChoice, EngineLost, VLLMEngine, VLLMSettings, check_vllm_settings, rank_gpu
 
 # %% ../nbs/3_acting/27_evaluate.ipynb #c004
 def measure(trajectory):
@@ -190,7 +189,9 @@ def check_evaluation(settings):  # Evaluation
     s.sampling                                                             # refuses a temperature that is none
     if s.vllm and s.engine != 'vllm':
         raise ValueError(f"vllm holds settings of engine='vllm', but engine is {s.engine!r}")
-    if s.engine == 'vllm': check_vllm_settings(_vllm(s), s.sampling, s.max_tokens)
+    if s.engine == 'vllm':
+        rank_gpu(s.vllm, s.ranks)
+        check_vllm_settings(_vllm(s), s.sampling, s.max_tokens)
     check_hosts(s.ranks, s.hosts.file, s.hosts.count, s.hosts.endpoint)
     check_threads(s.torch.threads)
     read_template(s.template.name)
@@ -335,15 +336,12 @@ def _hf_engine(folder, s, limit):
     return HFEngine(model, tokenizer, max_length=limit, max_rows=s.batch)
 
 def _vllm(s):
-    "Collect the settings of a vLLM engine: with other ranks it has a process of its own and its rank's GPU."
-    devices = rank_devices(s.vllm, s.ranks,
-                           os.environ['LOCAL_RANK'] if is_rank() and torch.cuda.is_available() else None)
-    own = {'own_process': True} if s.ranks > 1 else {}
-    return {'dtype': s.dtype, **own, **s.vllm, **({'devices': devices} if devices else {})}
+    "Collect the settings of a vLLM engine: with other ranks it has a process of its own."
+    return {'dtype': s.dtype, **({'own_process': True} if s.ranks > 1 else {}), **s.vllm}
 
 def _vllm_engine(folder, s, limit):
     return VLLMEngine(folder, load_tokenizer(folder), max_length=limit, max_rows=s.batch,
-                      settings=VLLMSettings(**_vllm(s)))
+                      settings=VLLMSettings(**_vllm(s)), gpu=rank_gpu(s.vllm, s.ranks))
 
 # name → function(model folder, Evaluation, most ids of a conversation) → engine
 _ENGINES = {'hf': _hf_engine, 'vllm': _vllm_engine}
@@ -631,32 +629,6 @@ def right_rows(
     verdicts = {r['id']: r['reference_pass'] for r in map(json.loads, filter(None, lines))}
     return [r for r in rows if verdicts.get(r['id']) == 1]
 
-# %% ../nbs/3_acting/27_evaluate.ipynb #pl27b
-def pool_tiers(
-    folder,       # of a pool, see `pool_main`
-    questions,    # list of Question
-    metric='em',  # outcome, see outcome_rewards; 1 is right
-    asked=None,   # `prompt_hash` that the pool must have been asked under; None: any
-    model=None,   # folder or name of the model that it must be of; None: any
-):
-    """Tiers of those questions that a pool holds (CARL appendix C): dict (source, id) → 2 where one of its answers is
-    right, else 1. Raises ValueError on a pool of another prompt or model, and on a folder that is none."""
-    wanted, found = {question_key(q): q for q in questions}, {}
-    for place in _set_folders(folder):
-        about = read_manifest(place)
-        if 'tries' not in about['decoding']: raise ValueError(f'{place} is no pool: wanted what credit-rl pool wrote')
-        if asked not in (None, about['prompt_hash']):
-            raise ValueError(f'{place} was asked under another prompt, of {about["protocol"]["name"]!r}: make a pool by '
-                             'the protocol, and the words, that are asked here without tools')
-        if model not in (None, about['model']['name']) and json_hash(model_hashes(local_folder(model))) != about['model']['hash']:
-            raise ValueError(f'{place} is of the model {about["model"]["name"]}, wanted one of {model}: make a pool of it')
-        for row in Journal(place/'turns.jsonl.gz', packed=True).rows():
-            key = f'{row["dataset"]}:{row["id"].removeprefix(row["dataset"] + ":")}'
-            if q := wanted.get(key):
-                right = any(outcome_of(Trajectory(q, (), (), Stop.ANSWER, a), metric) == 1 for a in row['answers'])
-                found[q.source, q.id] = 1 + right
-    return found
-
 # %% ../nbs/3_acting/27_evaluate.ipynb #p2701
 def _written(place):
     "Rows of a set under way that ranks have written, in the order of their writing: list of dict."
@@ -796,7 +768,7 @@ def _row_difference(old, new):
         return f'row {old["id"]!r}: prediction {old["prediction"]!r:.60} before, {new["prediction"]!r:.60} now'
 
 # %% ../nbs/3_acting/27_evaluate.ipynb #c080
-def _set_folders(folder):
+def set_folders(folder):
     "List the folders of the evaluated sets: of a run, or the folder of one set itself. Raises FileNotFoundError."
     folder = Path(folder)
     return [folder] if (folder/'manifest.json').is_file() else [folder/name for name in read_scores(folder)]
@@ -817,7 +789,7 @@ def replay_evaluation(
 ):
     "Play an evaluation again from its manifests: dict set → `ReplayResult`. Writes nothing."
     say, players, out = say or (lambda line: print(line, flush=True)), {}, {}
-    for place in _set_folders(folder):
+    for place in set_folders(folder):
         before, rows = read_manifest(place), read_turns(place)
         if 'tries' in before['decoding']: raise ValueError(f'{place} is a pool, which keeps no rollouts to play again')
         s = from_settings(Evaluation, {**before['settings'], 'hosts.file': None, 'hosts.count': 1, **dotted(changes or {}, flat_options(Evaluation))})
@@ -895,7 +867,7 @@ def compare_rows(
 ):
     """Compare two runs of one manifest row by row: dict set → `_EvaluationDifference`. Raises ValueError where their
     sets are not the same, or rows have no gap."""
-    say, folders = say or (lambda line: print(line, flush=True)), [_set_folders(one), _set_folders(other)]
+    say, folders = say or (lambda line: print(line, flush=True)), [set_folders(one), set_folders(other)]
     names, others = ([read_manifest(f)['questions']['dataset'] for f in part] for part in folders)
     if names != others: raise ValueError(f'{one} holds the sets {", ".join(names)}, {other} {", ".join(others)}')
     out = {name: _compare_set(*pair) for name, pair in zip(names, zip(*folders))}

@@ -17,7 +17,6 @@ from .dry_run import is_large, no_gpu, rank_tflops
 from .engine import seed_of
 from .estimate import Load, describe, memory, read_sizes, step_seconds
 from .environment import as_played, open_search
-from .evaluate import pool_tiers
 from .launch import LaunchError, SaveTimes, is_rank, on_ranks, set_torch, speak, told_to_end
 from .layout import pack
 from .learner import BadStep, FrozenModels, only_data
@@ -31,13 +30,13 @@ from .parameters import (by_group, error_line, from_settings, make_parser, noteb
 from .protocol import PROTOCOLS, prompt_hash
 from .runlog import RunLog, latest_checkpoint, read_json, read_metrics, read_params, stored_folders
 from .settings import DOZEN, Config, Keeping, Learning, check, data_sets, tree_notes
-from .setup import (Examiner, bound_method, examine, make_backend, make_engine, make_setup, origin_of, plan_of,
+from .setup import (Examiner, bound_method, examine, make_backend, make_engine, make_setup, origin_of, plan_of, players,
                              real_questions, real_search, start_critic)
 from .train import (MAY_CHANGE, SilentLog, check_same_params, end_interrupted, held, keeping_bad, play_parts,
                              save_point)
 from .vllm_engine import EngineLost
 from .warmup import (GATE, Collection, CollectionPlan, Examination, GateFailed, Missing, Sampler, WarmUp,
-                              collect, critic_learner, make_pairs, prompted, read_collected, report_from, searching, warm_up,
+                              collect, critic_learner, make_pairs, pool_tiers, prompted, read_collected, report_from, searching, warm_up,
                               write_warmed)
 
 # %% ../nbs/5_run/65_prepare.ipynb #c005
@@ -263,7 +262,7 @@ def _warmed(c, log, times, say):
         engine = make_engine(c, origin.start, stage.model, stage.chat.tokenizer)
     keep = lambda questions, play, name: play_parts(
         log.folder/'played'/str(name), [questions[i:i + 256] for i in range(0, len(questions), 256)], play, times, say)
-    player, data = Sampler(engine, c.sampling, ranks, keep), {}
+    player, data = Sampler(engine, c.sampling, players(c, ranks), keep), {}
     try:
         for part, most in (('train', c.sorted_questions), ('dev', None))[c.collected == 'cold':]:
             env, path = stage.environments[part], log.folder/f'rollouts-{part}.jsonl.gz'

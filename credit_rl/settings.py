@@ -17,7 +17,7 @@ import torch
 from .benchmarks import find_benchmark, get_benchmark, with_columns
 from .engine import Decoding, SamplingParams
 from .environment import Conversation, Source, as_played, asked_protocol, protocol_row
-from .launch import Processes, check_hosts, check_threads
+from .launch import Processes, check_hosts, check_threads, ranks_here
 from .layout import AVERAGES
 from .learner import CRITICS, Optimiser, check_offload
 from .losses import kl, policy_terms
@@ -32,7 +32,7 @@ from .runlog import RunFolder, check_trackers, read_json
 from .scoring import SCHEMA_OPTION, read_schema, schema_warning, teacher_chat
 from .tiny import tiny_tokenizer
 from .trees import check_tree
-from .vllm_engine import EngineChoice, check_adapter, check_vllm_settings, rank_devices, sampler_weights
+from .vllm_engine import EngineChoice, check_adapter, check_served, check_vllm_settings, rank_gpu, sampler_weights
 from .warmup import read_warmed
 from .world import SPLITS, get_regime, world_of
 
@@ -134,6 +134,11 @@ class LearnerChoice(SettingsGroup):
 @dataclass(frozen=True)
 class Host(Processes, EngineChoice):
     "What the run runs on."
+    engine: str = setting('hf', "PyTorch, in training the learner's own model; vLLM beside each rank; or vLLM's own "
+                                'servers. Both get the weights after each step', choices=('hf', 'vllm', 'served'))
+    serve: dict = setting({}, "of ServeSettings, vLLM's servers that a run with engine='served' starts on its first "
+                              "host: {gpus: '4-7', tensor_parallel_size: 2}")
+    servers: list = setting([], "urls of vLLM's servers that somebody else runs, for engine='served'")
     learner: LearnerChoice = setting(LearnerChoice(), 'who learns')
     lora: dict = setting({}, "of peft's LoraConfig, e.g. {'r': 16}: only low-rank additions are trained; {}: all "
                              'weights')
@@ -482,25 +487,32 @@ def check_engine(
 ):
     """Refuse settings of an engine that is not asked for, and those with which vLLM cannot act for this run. Raises
     ValueError."""
-    vllm = c.vllm
-    if c.engine == 'hf' and (vllm or c.correction.kind and not c.ahead):
-        raise ValueError("vllm and correction are settings of engine='vllm' (correction of ahead too), but engine is "
-                         "'hf'")
+    vllm, served = c.vllm, c.engine == 'served'
+    if c.engine != 'vllm' and vllm or c.engine == 'hf' and c.correction.kind and not c.ahead:
+        raise ValueError("vllm and correction are settings of engine='vllm' (correction of 'served' and of ahead too), but "
+                         f'engine is {c.engine!r}')
+    if (c.serve or c.servers) and not served:
+        raise ValueError(f"serve and servers are settings of engine='served', but engine is {c.engine!r}")
     if c.correction.kind:                              # refuses what it does not take
         none = torch.zeros(1, 1)
         sampler_weights(none, none, none == 0, c.correction.kind, *reversed(c.correction.limits))
     if c.engine == 'hf': return
+    _check_positions(c.model, c.max_tokens)
+    if served:
+        if c.lora: raise ValueError("engine='served' is given all weights: leave out lora, or take engine='vllm'")
+        here = ranks_here(c.ranks, c.hosts.file, c.hosts.count) if torch.cuda.is_available() else 0
+        check_served(c.serve, c.servers, c.sampling, here)
+        return
     if c.learner.kind == 'deepspeed' and not c.own_process:
         raise ValueError("beside DeepSpeed vLLM needs a process of its own: leave out own_process=False")
     if c.ranks > 1 and torch.cuda.is_available() and not vllm.get('untried'):
         raise ValueError('several ranks, each with a vLLM of its own on its own GPU, have been run on CPUs only; '
                          'allow them with untried=True among the settings of vllm')
-    rank_devices(vllm, c.ranks)
+    rank_gpu(vllm, c.ranks)
     check_adapter(c.lora)
     if c.lora and vllm.get('sleep_level') == 2:
         raise ValueError('at sleep_level 2 vLLM forgets the base that an adapter belongs to: with lora take '
                          'sleep_level 1')
-    _check_positions(c.model, c.max_tokens)
     check_vllm_settings({**vllm, 'own_process': c.own_process}, c.sampling, c.max_tokens)
 
 def _check_positions(model, tokens):
@@ -519,9 +531,9 @@ def check_ahead(
     if c.engine == 'vllm' and not c.own_process:
         raise ValueError(f"ahead={c.ahead} plays while the learner learns, but vLLM is in the learner's process: give "
                          'own_process: true among the settings of vllm')
-    if level := c.vllm.get('sleep_level'):
+    if level := {**c.vllm, **c.serve}.get('sleep_level'):
         raise ValueError(f'ahead={c.ahead} plays while the learner learns, so vLLM cannot sleep then, got '
-                         f'sleep_level={level}: leave it at 0, and give vLLM devices of its own, or less memory by gpu_memory_utilization')
+                         f'sleep_level={level}: leave it at 0, and give vLLM GPUs of its own (engine=served), or less memory by gpu_memory_utilization')
     if not c.correction.kind:
         raise ValueError(f"ahead={c.ahead} learns from what older weights sampled, but correction is None, and nothing "
                          "would weigh it: give correction='truncated' or correction='masked'")

@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['Setup', 'tiny_worlds', 'known_worlds', 'make_setup', 'real_questions', 'real_search', 'real_passages',
-           'draw_questions', 'run_facts', 'bound_method', 'make_engine', 'hand_over', 'add_lora', 'merge_lora',
-           'start_engine', 'Origin', 'base_folder', 'origin_of', 'make_backend', 'make_learner', 'start_critic',
-           'plan_of', 'load_of', 'forecast', 'foretell', 'weigh', 'Examiner', 'examine']
+           'draw_questions', 'run_facts', 'bound_method', 'make_engine', 'players', 'hand_over', 'add_lora',
+           'merge_lora', 'start_engine', 'Origin', 'base_folder', 'origin_of', 'make_backend', 'make_learner',
+           'start_critic', 'plan_of', 'load_of', 'forecast', 'foretell', 'weigh', 'Examiner', 'examine']
 
 # %% ../nbs/5_run/62_setup.ipynb #c002
 import copy, dataclasses, importlib.util, os, random, sys, tempfile
@@ -23,7 +23,7 @@ from .engine import HFEngine, seed_of
 from .environment import ProgramLimits, asked_protocol, is_searched, make_environment, open_search
 from .estimate import (KNOWN_SIZES, Load, TrainingPlan, describe, describe_ahead, describe_likely,
                                 describe_sharing, kept_lengths, likely_load, memory, read_sizes, rows_work, step_seconds)
-from .launch import Ranks, missing_for_hosts, ranks_here
+from .launch import FirstPlays, Ranks, is_rank, missing_for_hosts, ranks_here
 from .learner import FrozenModels, Learner, make_critic, seeded
 from .methods import extra_passes, get_method
 from .outcome import Earned
@@ -41,7 +41,8 @@ from .sharded import DeepSpeedBackend
 from .tiny import ceiling, make_base, player_state, tiny_environment
 from .tools import OwnTools
 from .trees import attend_by_trees
-from .vllm_engine import VLLMEngine, VLLMSettings, rank_devices, save_adapter, weights_place
+from .vllm_engine import (ServedEngine, ServeSettings, Serving, VLLMEngine, VLLMSettings, rank_gpu, save_adapter,
+                                   serving_lines, weights_place)
 from .warmup import read_warmed
 from .world import SPLITS, get_regime, world_of
 
@@ -332,12 +333,28 @@ def make_engine(
     "Who acts in a run: the learner's model itself, or vLLM, which begins with the weights of the folder."
     how = {'max_length': c.max_tokens, 'max_rows': c.act_rows}
     if c.engine == 'hf': return HFEngine(model, tokenizer, **how)
+    if c.engine == 'served':
+        how |= {'settings': (settings := ServeSettings(**{'dtype': c.dtype, **c.serve})), 'place': c.run}
+        if is_rank() and int(os.environ['RANK']): return ServedEngine(folder, tokenizer, [], **how)    # the first plays
+        if not c.servers:
+            serving = Serving(settings.commands(folder, c.max_tokens, c.act_rows), Path(c.run)/'servers', settings.seconds)
+            return ServedEngine(folder, tokenizer, serving.urls, serving=serving, **how)
+        engine = ServedEngine(folder, tokenizer, c.servers, **how)
+        begins = model or load_model(folder, c.dtype, 'cpu')[0]
+        engine.load(dict(begins.named_parameters()))                            # whatever another run left there
+        return engine
     ranks = [r for r in (1, 8, 16, 32, 64, 128, 256, 320, 512) if r >= c.lora.get('r', 8)]  # those that vLLM takes
     adapters = {'enable_lora': True, 'max_lora_rank': ranks[0]} if c.lora else {}
-    mine = os.environ['LOCAL_RANK'] if c.ranks > 1 and torch.cuda.is_available() else None
-    own = {'devices': rank_devices(c.vllm, c.ranks, mine), 'own_process': c.own_process,
-           'arguments': {**adapters, **c.vllm.get('arguments', {})}}
-    return VLLMEngine(folder, tokenizer, settings=VLLMSettings(**{'dtype': c.dtype, **c.vllm, **own}), **how)
+    own = {'own_process': c.own_process, 'arguments': {**adapters, **c.vllm.get('arguments', {})}}
+    return VLLMEngine(folder, tokenizer, settings=VLLMSettings(**{'dtype': c.dtype, **c.vllm, **own}),
+                      gpu=rank_gpu(c.vllm, c.ranks), **how)
+
+def players(
+    c,      # Config
+    ranks,  # Ranks of the run
+):
+    "The ranks as they share what is played."
+    return FirstPlays(ranks.rank, ranks.count) if c.engine == 'served' else ranks
 
 # %% ../nbs/5_run/62_setup.ipynb #s6204
 _LINEAR = ['q_proj', 'k_proj', 'v_proj', 'o_proj', 'gate_proj', 'up_proj', 'down_proj']
@@ -345,13 +362,14 @@ _LINEAR = ['q_proj', 'k_proj', 'v_proj', 'o_proj', 'gate_proj', 'up_proj', 'down
 def hand_over(
     learner,
     engine,
-    kind,     # 'hf' or 'vllm'
+    kind,     # 'hf', 'vllm' or 'served'
     lora,     # dict, of peft's LoraConfig, where low-rank additions alone are trained; {}: all weights
     ranks=Ranks(),
 ):
     """Give the engine the learner's weights, all of them or low-rank additions alone. What vLLM gets as files is written
     by one rank of each host."""
     added = bool(lora)
+    if kind == 'served': return engine.load(learner.weights(here=ranks.first))
     if kind == 'hf' or not (added or engine.by_file): return engine.load(learner.weights(added))
     named = learner.weights(added, here=not ranks.local)
     how = {'target_modules': _LINEAR, **lora}
@@ -525,10 +543,10 @@ def plan_of(
     alone = bool(method.needs.teacher) and teacher != 'self' and not (teacher == 'base' and adapted)
     held = {'reference': bool(c.log.kl or c.loss_of(method).kl) and not adapted,
             'teacher': copies or alone}
-    vllm, apart = c.engine == 'vllm', c.own_process and c.vllm.get('transfer') in (None, 'file')
-    acts = not c.vllm.get('devices') if vllm else bool(c.ahead)      # with a copy of its own, on this device
+    vllm, served = c.engine == 'vllm', c.engine == 'served'
+    acts = vllm or bool(c.ahead) and not served                      # with a copy of its own, on this device
     # vLLM has pages for what its share of the memory holds, and lets others wait: it must hold one trajectory
-    played = 1 if vllm else min(c.act_rows, -(-c.questions_per_step // c.ranks) * c.group_size)
+    played = 1 if vllm else 0 if served else min(c.act_rows, -(-c.questions_per_step // c.ranks) * c.group_size)
     return TrainingPlan(
         c.learner.stage if c.learner.kind == 'deepspeed' else None, c.ranks, 4 if c.dtype == 'float32' else 2,
         critic == 'own', sum(held.values()) + frozen, sum(held[n] for n in c.learner.offload), c.row_tokens,
@@ -536,12 +554,12 @@ def plan_of(
         bool(c.tflops) or torch.cuda.is_available(), ranks_here(c.ranks, c.hosts.file, c.hosts.count),
         played * c.max_tokens, _lora_share(c.model, c.lora),
         copies=acts, sleeps=bool(c.vllm.get('sleep_level')), copied=copies + frozen,
-        renewed=every not in (None, 0, 1), by_file=vllm and apart and not c.lora,
+        renewed=every not in (None, 0, 1), by_file=vllm and c.own_process and not c.lora or served and not ServeSettings(**c.serve).by_nccl,
         twice=critic == 'shared' and c.critic.step == 'apart' and c.critic.mix != 0,
         both=bool(c.ahead) and acts, together=critic == 'own' and c.critic.step != 'apart',
         **_forwards(c, c.loss_of(method)),
         branches=max(_answer_tokens(c, method.bind(c.options)).values(), default=0),
-        prompts=0 if vllm else min(_READ_TOKENS, played * c.max_tokens),
+        prompts=0 if vllm or served else min(_READ_TOKENS, played * c.max_tokens),
         **_sent_at_a_time(c.learner.deepspeed))
 
 # %% ../nbs/5_run/62_setup.ipynb #c083s1
@@ -594,7 +612,7 @@ def load_of(
     method = get_method(c.method)
     loss, most = c.loss_of(method), c.max_tokens
     reads = extra_passes(method, c.critic.kind, bool(loss.kl),
-                         bool(c.recompute or c.engine == 'vllm' or c.ahead),
+                         bool(c.recompute or c.engine != 'hf' or c.ahead),
                          c.teacher.period(method, c.steps) or 0,
                          [name for name in c.measure if not (name == 'entropy' and loss.entropy)])
     golds = _answer_tokens(c, method.bind(c.options))
@@ -602,7 +620,8 @@ def load_of(
     rows, written = _forwards(c, loss)['rows'], min(most - (c.prompt_tokens or 0), c.max_turns * c.turn_tokens)
     return Load(c.questions_per_step * c.group_size * most, most, sum(reads.values()) + behind,
                 c.epochs, c.minibatches, rows if c.tree else min(rows, _ROWS),
-                written / most, written, c.act_rows, _SEARCH * (c.max_turns - 1) * (c.data != 'tiny'))
+                written / most, written, c.act_rows, _SEARCH * (c.max_turns - 1) * (c.data != 'tiny'),
+                (len(c.servers) or ServeSettings(**c.serve).replicas) if c.engine == 'served' else 0)
 
 _ROWS, _SEARCH = 4., .5     # times a trajectory's tokens that its rows are, where contexts are edited; seconds of a search
 
@@ -675,7 +694,7 @@ def examine(
 ):
     """Look at all that a run needs, without starting it, and say what it would take. Returns its folder. Raises
     ValueError naming all that is missing."""
-    examiner.check(dataclasses.replace(c, engine='hf', vllm={}, correction=None, ahead=0))
+    examiner.check(dataclasses.replace(c, engine='hf', vllm={}, serve={}, servers=[], correction=None, ahead=0))
     run, model, notes = Path(c.run), c.model, []
     # vLLM wants a host that this need not be
     wrong = complaints(lambda: check_engine(c))
@@ -686,6 +705,9 @@ def examine(
     if not (lacks or absent):
         wrong += complaints(lambda: _check_setup(c, own_tokenizer(c), real))
     wrong += lacks + absent
+    if c.engine == 'served' and not (wrong or absent):
+        plays = lambda: [say(x) for x in serving_lines(c.serve, c.servers, origin_of(c).start, c.max_tokens, c.act_rows)]
+        wrong += complaints(plays)
     if model != 'tiny' and (not absent or model in KNOWN_SIZES):
         for line in examiner.forecast(c): say(line)
         held = real[1].gpu_bytes * ranks_here(c.ranks, c.hosts.file, c.hosts.count) if real and isinstance(real[1], Dense) else 0

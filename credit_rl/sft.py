@@ -33,7 +33,7 @@ from .scoring import retell
 from .settings import (DOZEN, Config, Keeping, Learning, check, make_config,
                                 tree_notes)
 from .setup import (Examiner, add_lora, bound_method, draw_questions, examine, hand_over, make_backend, make_setup,
-                             merge_lora, origin_of, plan_of, real_questions, real_search, start_engine)
+                             merge_lora, origin_of, plan_of, players, real_questions, real_search, start_engine)
 from .step_metrics import paired_line, right_marks
 from .train import (MAY_CHANGE, Actor, SilentLog, check_same_params, end_interrupted, held, keeping_bad, note_params,
                              play_parts, read_groups, save_point, write_groups)
@@ -181,7 +181,7 @@ def _tune(c, how, say, ranks):
         for line in tree_notes(c.tree, 'a fine-tuning reads its rows as they are'): say(line)
         engine = start_engine(c, origin, stage)
         if c.engine != 'hf': stack.callback(engine.close)
-        actor = Actor(engine, stage, c.sampling, c.questions_per_step, c.group_size, c.seed, ranks, log, say)
+        actor = Actor(engine, stage, c.sampling, c.questions_per_step, c.group_size, c.seed, players(c, ranks), log, say)
         if found := ranks.once(lambda: latest_checkpoint(log.folder)):
             kept, memory = read_groups(found[1]/'kept.jsonl.gz')
         else:

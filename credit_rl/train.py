@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from .datasets import subsample
 from .engine import SamplingParams, seed_of
-from .evaluate import evaluate, note_seen, pool_tiers, seen_lines, summarize, train_keys
+from .evaluate import evaluate, note_seen, seen_lines, summarize, train_keys
 from .information_gain import belief_schema, belief_warning
 from .judge import Judge, judge_counts
 from .launch import LaunchError, Progress, Ranks, SaveTimes, is_rank, on_ranks, set_torch, speak, told_to_end
@@ -39,7 +39,7 @@ from .scoring import GOLDS_OPTION, answer_header, gold_templates, gold_texts, re
 from .search_service import SearchClient
 from .settings import DOZEN, Config, check, make_config, schema_notes, scored_schemas
 from .setup import (Setup, bound_method, draw_questions, examine, forecast, foretell, hand_over, start_engine,
-                             make_learner, make_setup, origin_of, real_questions, real_search)
+                             make_learner, make_setup, origin_of, players, real_questions, real_search)
 from .step_metrics import (IDLE, base_lines, base_report, collapsed, credit_metrics, credited_tokens,
                                     describe_rollouts, dev_metrics, final_lines, idle_line, is_kept, is_shown,
                                     kl_from_base, known_tiers, log_lines, mean_drift, over_line, reencoding_drift,
@@ -47,7 +47,7 @@ from .step_metrics import (IDLE, base_lines, base_report, collapsed, credit_metr
 from .trajectory import Group, group_from_json, to_json
 from .true_credit import distinct_states, score_continuations, state_values
 from .vllm_engine import EngineLost, logp_gap, sampler_weights
-from .warmup import gate_again
+from .warmup import gate_again, pool_tiers
 
 # %% ../nbs/5_run/63_train.ipynb #c047
 def train_step(
@@ -104,8 +104,8 @@ class Run:
 
     def __post_init__(self):
         c, from_warmup = self.config, self.config.critic.warmed
-        self.actor = Actor(self.engine, self.setup, c.sampling, c.questions_per_step, c.group_size, c.seed, self.ranks,
-                           self.log, self.say, c.ahead > 0, c.draw_version)
+        self.actor = Actor(self.engine, self.setup, c.sampling, c.questions_per_step, c.group_size, c.seed,
+                           players(c, self.ranks), self.log, self.say, c.ahead > 0, c.draw_version)
         self.gap = c.stop.gap if c.engine != 'hf' or c.ahead else None      # None: the learner's own model acts, in step
         self.method = bound_method(c, self.setup.chat, self.learner.loss, self.setup.environments['train'].max_turns)
         self.metric = get_regime(c.regime).metric if c.regime else self.method.metric
@@ -497,7 +497,7 @@ class AheadQueue:
     def _gather(self, run):
         step, updates, questions, played = self.playing.popleft()
         with run.log.timed('rollout'): played.exception()
-        groups = run.ranks.each(questions, lambda mine: played.result())        # here: a thread may not
+        groups = run.actor.ranks.each(questions, lambda mine: played.result())        # here: a thread may not
         self.batches.append(AheadBatch(step, updates, groups))
         if not self.playing: self.stop()
 
@@ -543,7 +543,7 @@ def play_ahead(run, step):
     def off():
         if over.is_set(): raise CalledOff
     def play_mine(questions, play):
-        if not (mine := run.ranks.share(questions)): return []
+        if not (mine := run.actor.ranks.share(questions)): return []
         with run.log.timed('ahead'): groups = play(mine, off)
         # a judge keeps its replies, so that it can answer now, while the learner learns; for several ranks later
         if run.ranks.count == queue.most == 1 and any(isinstance(s, Judge) for s in run.method.services):
@@ -596,7 +596,8 @@ def read_memory(path):
 # %% ../nbs/5_run/63_train.ipynb #c072
 MAY_CHANGE = ('steps', 'resume', 'run', 'torch.threads', 'eval_every', 'track', 'measure', 'hosts.file', 'hosts.count',
               'hosts.endpoint', 'ranks', 'act_rows', 'tflops', 'dry_run', 'learner.offload', 'stop.bad_step', 'log.steps', 'patience',
-              'healthy', 'checkpoints.keep', 'checkpoints.minutes', 'checkpoints.restarts', 'checkpoints.grace')  # resumed
+              'healthy', 'checkpoints.keep', 'checkpoints.minutes', 'checkpoints.restarts', 'checkpoints.grace', 'serve',
+              'servers')  # resumed
 
 def _as_begun(config):
     "A `Config`, or where a run is resumed that was begun without the setting `draw_version`, one that draws as it did."
@@ -754,7 +755,7 @@ def begin_run(
             note_seen(log.folder, setup.questions['train'], setup.questions['dev'], c.model)
         engine = start_engine(c, origin, setup)              # before the learner: it measures what memory is free
         # models are whole until the learner spreads them, so it gives its memory back
-        if c.engine == 'vllm': engine.sleep()
+        if c.engine != 'hf': engine.sleep()
         return Run(c, setup, engine, make_learner(c, origin, setup.model), log, ranks, say)
 
 # %% ../nbs/5_run/63_train.ipynb #c076

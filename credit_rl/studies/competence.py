@@ -20,7 +20,7 @@ from ..diagnostics import assimilation, competence_table, critic_report, crossov
 from ..diagnostics import asked_turns, method_colours, resilience
 from ..engine import SamplingParams, seed_of
 from ..environment import Conversation, Source, make_environment
-from ..evaluate import Evaluation, open_set, pool_tiers, set_names
+from ..evaluate import Evaluation, open_set, set_names
 from ..launch import (LaunchError, Ranks, is_rank, join_ranks, keep_traceback, launch, launch_command,
                               rank_environment, ranks_here, set_torch, speak)
 from ..models import load_model
@@ -40,7 +40,7 @@ from ..settings import Acting, Host, Task, make_config
 from ..setup import bound_method, make_engine, make_setup, origin_of
 from ..trajectory import trajectory_from_json
 from ..vllm_engine import EngineLost
-from ..warmup import GATE, WarmupRollouts, Examination, gold_shown, prompted, tiers
+from ..warmup import GATE, WarmupRollouts, Examination, gold_shown, pool_tiers, prompted, tiers
 
 # %% ../../nbs/experiments/75_competence.ipynb #c005
 @dataclass(frozen=True)

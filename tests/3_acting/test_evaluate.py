@@ -18,7 +18,7 @@ from credit_rl.benchmarks import BENCHMARKS
 from credit_rl.datasets import MIXTURES, load_corpus, load_questions
 from credit_rl.engine import ScriptedEngine
 from credit_rl.evaluate import (_intervals, bootstrap_interval, compare_rows, evaluation_figure, evaluation_table, main,
-                                manifest_differences, NEAR, pool_tiers, read_manifest, read_scores, replay_evaluation,
+                                manifest_differences, NEAR, read_manifest, read_scores, replay_evaluation,
                                 run_evaluation, set_names, set_scores, Evaluation)
 from credit_rl.parameters import from_settings
 from credit_rl.metrics import cover_match, exact_match, normalize
@@ -28,6 +28,7 @@ from credit_rl.retrieval import BM25
 from credit_rl.search_service import SearchCache, SearchClient, SearchServer
 from credit_rl.runlog import read_turns
 from credit_rl.trajectory import Stop, trajectory_from_json
+from credit_rl.warmup import pool_tiers
 from hub import Hub
 from hub_rows import hub_files
 from random_models import random_model
@@ -714,12 +715,13 @@ def test_an_evaluation_on_several_hosts_is_started_by_its_hostfile(model, tmp_pa
 
 
 def test_each_rank_of_an_evaluation_gives_its_vllm_its_own_gpu(monkeypatch):
-    settings = lambda **given: evaluation._vllm(Evaluation(engine='vllm', **given)).get('devices')
+    monkeypatch.setattr(evaluation, 'VLLMEngine', lambda folder, tokenizer, gpu, **given: gpu)
+    monkeypatch.setattr(evaluation, 'load_tokenizer', lambda folder: None)
+    settings = lambda **given: evaluation._vllm_engine('', Evaluation(engine='vllm', **given), 9)
     for name, value in (('RANK', '5'), ('WORLD_SIZE', '8'), ('LOCAL_RANK', '1'), ('MASTER_ADDR', '127.0.0.1')):
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(torch.cuda, 'is_available', lambda: True)
-    assert settings(ranks=8) == '1' and settings() is None and settings(vllm={'devices': '2'}) == '2'
-    with pytest.raises(ValueError, match='devices'): settings(ranks=8, vllm={'devices': '2'})
+    assert settings(ranks=8) == '1' and settings() is None
 
 
 def test_an_evaluation_asks_its_search_server_first(model, tmp_path, monkeypatch):

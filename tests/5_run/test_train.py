@@ -596,7 +596,8 @@ def test_the_start_is_weighed_beside_a_vllm_that_does_not_sleep(gpus):
     assert lacking(config(sleep_level=1), needs) == []
     (lacks,) = lacking(config(), needs)
     assert lacks.startswith("GPU 0 has 80.0 GB, of which vLLM takes 32.0 GB, but 50.0 GB are the learner's")
-    assert lacking(config(devices='1'), needs) == []                          # it is on another GPU
+    served = training.make_config(dict(model=BASE, engine='served', serve={'gpus': '1'}))
+    assert lacking(served, needs) == []                                       # it is on another GPU
     (small,) = lacking(config(sleep_level=1), {**needs, 'keys and values': 23e9})
     assert small == 'GPU 0 has 32.0 GB for vLLM, but its weights and one trajectory take 33.0 GB'
 
@@ -682,26 +683,28 @@ def test_vllm_sleeps_while_the_learner_is_made(monkeypatch, tmp_path):
 
 def test_each_rank_gives_its_vllm_its_own_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, 'is_available', lambda: True)
-    monkeypatch.setattr(staging, 'VLLMEngine', lambda folder, tokenizer, settings, **given: settings.devices)
-    monkeypatch.setattr(torch.cuda, 'device_count', lambda: 8)
-    monkeypatch.setenv('LOCAL_RANK', '2')
+    monkeypatch.setattr(staging, 'VLLMEngine', lambda folder, tokenizer, gpu, **given: gpu)
+    for name, value in (('RANK', '2'), ('WORLD_SIZE', '8'), ('LOCAL_RANK', '2'), ('MASTER_ADDR', '127.0.0.1')):
+        monkeypatch.setenv(name, value)
     def made(**given):
         s = training.make_config({
             'model': BASE, 'engine': 'vllm', **given, 'vllm': {'untried': True, **given.get('vllm', {})}})
         return staging.make_engine(s, BASE, None, None)
-    assert made(ranks=8, learner='deepspeed') == '2' and made() is None and made(
-        vllm={'devices': '4,5', 'own_process': True}) == '4,5'
-    with pytest.raises(ValueError, match="devices='4,5'"):
-        made(ranks=8, learner='deepspeed', vllm={'devices': '4,5'})
-    monkeypatch.setattr(torch.cuda, 'device_count', lambda: 4)
-    with pytest.raises(ValueError, match="devices='3,4'"):
-        VLLMSettings(own_process=True, untried=True, devices='3,4')
-    VLLMSettings(own_process=True, untried=True, devices='2,3')
+    assert made(ranks=8, learner='deepspeed') == '2' and made() is None
 
 
-def test_devices_for_all_ranks_are_refused():
-    config = training.make_config(dict(model=BASE, engine='vllm', learner='deepspeed', ranks=2, vllm={'devices': '0'}))
-    with pytest.raises(ValueError, match='devices'): training.check(config)
+SERVED = {   # what is refused of vLLM's own servers, by a word of the message
+    'either': {}, 'either ': {'serve': {'replicas': 1}, 'servers': ['http://127.0.0.1:9']}, 'serve takes': {'serve': {'tp': 2}},
+    'tensor_parallel_size=2': {'serve': {'tensor_parallel_size': 2}}, 'sees 0 GPUs': {'serve': {'gpus': '0'}},
+    'such as http': {'servers': ['127.0.0.1:9']}, 'lora': {'servers': ['http://127.0.0.1:9'], 'lora': {'r': 2}},
+    'engine': {'engine': 'hf', 'servers': ['http://127.0.0.1:9']}, 'devices': {'engine': 'vllm', 'vllm': {'devices': '0'}},
+    'sleep': {'serve': {'sleep_level': 1}, 'servers': ['http://127.0.0.1:9'], 'ahead': 1, 'correction': 'truncated'}}
+
+
+@pytest.mark.parametrize('word', SERVED)
+def test_servers_that_cannot_act_are_refused(word):
+    config = training.make_config({'model': BASE, 'engine': 'served', **SERVED[word]})
+    with pytest.raises(ValueError, match=word.strip()): training.check(config)
 
 
 @pytest.mark.parametrize('name', ['tensor_parallel_size', 'pipeline_parallel_size'])

