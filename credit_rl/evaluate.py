@@ -441,7 +441,7 @@ def _plan_evaluation(
     manifest = {
         'settings': {**flat(s), 'data': bench.file or name},
         'questions': rows,
-        'metric': {'name': 'reward' if s.reward or getattr(search, 'scores', False) else _metric_of(name, s.metric),
+        'metric': {'name': 'reward' if s.reward or s.has_own and search.scores else _metric_of(name, s.metric),
                    'rel_tol': bench.rel_tol},
         'corpus': corpus,
         'retriever': retriever and {**retriever, 'top_k': s.passages, 'passage_tokens': s.observation.passage_tokens,
