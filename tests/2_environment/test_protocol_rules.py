@@ -16,7 +16,6 @@ from credit_rl.layout import pack
 from credit_rl.learner import Learner
 from credit_rl.models import load_model
 from credit_rl.outcome import extract_answer
-from credit_rl import protocol as protocols
 from credit_rl.methods import compose
 from credit_rl.parameters import from_settings
 from credit_rl.protocol import (PROTOCOLS, TOOL_PROMPT, WORDS, Chat, byte_tokenizer, last_answer, parse, prompt_hash,
@@ -99,12 +98,6 @@ def test_by_hand_which_answer_counts():
     assert play([broken], last, malformed='end').answer == 'Rabat'
     assert parse(PATIENT, '<answer> a </answer> <answer> </answer>').answer is None
     assert last_answer(PROTOCOLS['carl'], r'\boxed{1} \boxed{2}.') == '2'
-
-
-def test_a_message_cut_off_after_its_answer_has_given_it():
-    for why in ('eos', 'max_tokens', 'length'):
-        assert Chat(PATIENT, TOKENIZER).parse(f'{ANSWER} and', why).answer == 'Rabat'
-        assert chat_of().parse(f'{ANSWER} and', why).error
 
 
 @pytest.fixture(scope='module')
@@ -261,12 +254,6 @@ def test_a_response_is_cut_where_its_cap_is_and_is_as_long_as_that(chatter, unca
         else: assert len(part) == len(whole) or len(whole) + 1 > most
 
 
-def test_the_two_caps_together_are_one_on_the_row(chatter):
-    n = len(chat_of().prompt_ids(QUESTION.text))
-    by_response, by_row = chatter(response_tokens=100)[0], chatter(max_tokens=n + 100)[0]
-    assert response(by_response) == response(by_row) and by_response.stop is by_row.stop is Stop.LENGTH
-
-
 def test_an_observation_longer_than_the_engine_holds_ends_the_trajectory(chatter):
     "Before, ids that no engine could take were handed to it."
     for t in chatter(length=len(chat_of().prompt_ids(QUESTION.text)) + 60):
@@ -337,18 +324,6 @@ def test_prompts_are_texts_from_files(file):
     assert told['content'] == f'Be brief: \\boxed{{answer}}, {{"a": 1}}.\n\nYou have\n{schema}\nSay <tool_call>.'
     assert asked['content'] == 'Q: Who {x}?' and chat.protocol.answer_stop == 'last'
     assert reword(PROTOCOLS['tips']) == PROTOCOLS['tips'] and len(WORDS) == 6
-
-
-def test_a_protocols_own_answer_stop_is_kept():
-    own = replace(PROTOCOLS['tspo'], answer_stop='last')
-    assert reword(own) == own and reword(PROTOCOLS['tspo'], answer_stop='last') == own
-
-
-def test_the_tag_is_filled_in_and_tools_are_told_once(file):
-    own = reword(PROTOCOLS['tips'], file('Call by <{tag}>.'))
-    assert Chat(own, TOKENIZER).messages('Who?')[0]['content'].startswith('Call by <tool_call>.')
-    with pytest.raises(ValueError, match='tool_prompt'):
-        reword(PROTOCOLS['tips'], file('{tools} <{tag}>', 's'), tool_prompt=file('{tools} <{tag}>', 't'))
 
 
 def test_a_prompt_says_a_day_and_its_tools(file):
@@ -434,14 +409,6 @@ def test_the_hash_is_of_what_the_model_is_told(file):
     others = [reword(tips, system_prompt=file('a')), reword(tips, user_prompt=file('{question}')),
               reword(tips, tool_prompt=file('{tools} {tag}')), replace(tips, tools=PROTOCOLS['prs'].tools)]
     assert len({prompt_hash(p) for p in [tips, *others]}) == 5
-
-
-def test_our_own_words_about_tools_are_in_the_hash(monkeypatch):
-    "Where a protocol has tools and no text about them; one without tools is never given them."
-    before = {name: prompt_hash(p) for name, p in PROTOCOLS.items()}
-    monkeypatch.setattr(protocols, 'TOOL_PROMPT', TOOL_PROMPT + ' Be brief.')
-    changed = {name for name, p in PROTOCOLS.items() if prompt_hash(p) != before[name]}
-    assert changed == {name for name, p in PROTOCOLS.items() if p.tools and not p.tool_text} and 'tips' in changed
 
 
 @pytest.mark.parametrize('spelling, reward', [('outcome+judge/calls', 'judge'), ('prs', 'prs')])

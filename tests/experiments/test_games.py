@@ -65,13 +65,6 @@ def test_the_gradient_is_that_of_finite_differences(game):
         assert slope == pytest.approx(found[d, a].item(), abs=2e-4)
 
 
-def test_bases_are_as_right_as_asked():
-    assert base_right(many_parts(3)) == pytest.approx(1 / 8, abs=1e-6)
-    for right in (.3, .005): assert base_right(near_miss(right)) == pytest.approx(right, abs=1e-4)
-    for turns in (2, 8): assert base_right(chain(turns)) == pytest.approx(.1, abs=1e-4)
-    assert base_right(silent(.8)) == pytest.approx(.8 + .2 * .4, abs=1e-4)
-
-
 def test_bases_that_miss_what_was_asked_are_refused():
     for asked in (lambda: stopping(3, .2), lambda: chain(3, 1.01), lambda: searches(2, .2, 1.3)):
         with pytest.raises(ValueError, match='base'): asked()

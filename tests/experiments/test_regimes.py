@@ -1,5 +1,4 @@
 "Players, searches and settings of the regimes of the tiny world."
-import math
 from dataclasses import replace
 
 import pytest
@@ -16,7 +15,7 @@ from credit_rl.methods import METHODS
 from credit_rl.models import load_model
 from credit_rl.outcome import outcome_rewards
 from credit_rl.protocol import PROTOCOLS, Chat
-from credit_rl.studies.regimes import BASES, RegimeBase, describe_play, main, measure_base, regime_environment
+from credit_rl.studies.regimes import BASES, RegimeBase, main, regime_environment
 from credit_rl.rollout import rollout
 from credit_rl.runlog import METRICS as METRICS_OF_RUNS
 from credit_rl.scoring import answer_header, gold_templates
@@ -267,19 +266,6 @@ def test_a_regime_fills_what_is_left():
                                         ({'world': {'nothing': 2.}}, 'nothing'), ({'world': {'part': [3]}}, 'parts')])
 def test_settings_of_regimes_that_are_refused(bad, match):
     with pytest.raises(ValueError, match=match): check(make_config(bad))
-
-
-def test_a_base_is_measured_by_what_it_did():
-    r = Regime('small', '', {'hops': [2], 'size': 100}, max_turns=3)
-    found = measure_base(tiny_model(CHAT.tokenizer), CHAT, r, questions=3, group_size=2)
-    assert found['right'] == found['em'] == found['found'] == 0 and found['all_wrong'] == found['lost'] == 1
-    assert math.isnan(found['belief_shown']) and 0 < found['belief_unshown'] < .1     # nothing was ever shown
-    player = Player(near_miss=1., spared=('mayor',))
-    told = describe_play([g for g in play(player, size=2)])
-    groups = play(player, size=2)
-    right, seen = outcome_rewards(groups), first_turns(groups) >= 0
-    assert told['right'] == right.mean() and told['near'] == pytest.approx(((right == 0) & seen).float().mean().item())
-    assert told['near'] + told['lost'] + told['right'] == pytest.approx(1) and told['malformed'] == 0
 
 
 def test_belief_of_a_base_is_that_of_a_run_which_measures_it():

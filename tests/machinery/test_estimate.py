@@ -202,8 +202,3 @@ def test_speed_is_measured_in_the_runs_own_numbers(dtype, wanted, monkeypatch):
         tflops, line = dry_run.rank_tflops(host, dtype)
         assert tflops == wanted and f'measured on this host in {dtype}: {wanted:.3g} TFLOP/s' in line
     assert seen == ['highest', 'high'] and torch.get_float32_matmul_precision() == 'highest'
-
-
-@pytest.mark.parametrize('x, said', [(999_400, '999 k'), (999_700, '1 M'), (7_615_616_512, '7.62 G'), (12, '12 '),
-                                     (999_996_000_000, '1 T')])
-def test_numbers_have_the_prefix_of_what_is_shown(x, said): assert estimate._short(x) == said
