@@ -347,7 +347,7 @@ def _whole_rollouts(estimate):
     return estimated
 
 # %% ../nbs/7_elsewhere/80_adapters.ipynb #c024x1
-def _imported(places, name, trainer):
+def _import_name(places, name, trainer):
     "A name from the first of some modules that is there. Raises ImportError naming the trainer."
     for place in places:
         try: module = importlib.import_module(place)
@@ -370,7 +370,7 @@ def register_verl(
     options: dict, of the method
     zeros: bool, as for `estimator`
     """
-    register = _imported(['verl.trainer.ppo.core_algos'], 'register_adv_est', 'verl')
+    register = _import_name(['verl.trainer.ppo.core_algos'], 'register_adv_est', 'verl')
     name, estimate = name or f'credit_rl/{_given_rewards(method, options).name}', estimator(method, options, zeros)
     register(name)(estimate)
     try: trainer = importlib.import_module('verl.trainer.ppo.v1.trainer_base')
@@ -393,13 +393,13 @@ def register_skyrl(
     zeros: bool, as for `estimator`
     """
     places = ['skyrl.backends.skyrl_train.utils.ppo_utils', 'skyrl_train.utils.ppo_utils']
-    register = _imported(places, 'register_advantage_estimator', 'SkyRL')
+    register = _import_name(places, 'register_advantage_estimator', 'SkyRL')
     name = name or f'credit_rl/{_given_rewards(method, options).name}'
     register(name)(_whole_rollouts(estimator(method, options, zeros)))
     return name
 
 # %% ../nbs/7_elsewhere/80_adapters.ipynb #c024t2
-def _listed(info):
+def _list_turns(info):
     "The turn rewards of a rollout's information: list of float, NaN where one is None; [] without. Raises ValueError."
     given = (info or {}).get('turn_rewards')
     if isinstance(given, (torch.Tensor, np.ndarray)): given = given.tolist()
@@ -428,7 +428,7 @@ class _OutputMixin:
                              'wrote, None where it has none')
         own = turns_from_mask(held['response_mask'][None])[0]
         starts = (own >= 0) & (own != torch.nn.functional.pad(own[:-1], (1, 0), value=-1))
-        mine = _listed({'turn_rewards': given})[first:first + int(starts.sum())]
+        mine = _list_turns({'turn_rewards': given})[first:first + int(starts.sum())]
         held['rm_scores'] = held['rm_scores'].masked_scatter(starts, held['rm_scores'][starts] + torch.tensor(mine))
         return held
 
@@ -521,13 +521,13 @@ def openrlhf_maker(
     method: Method, or the name of one
     options: dict, of the method
     """
-    base = _imported(['openrlhf.trainer.ppo_utils.experience_maker'], 'RemoteExperienceMaker', 'OpenRLHF')
-    penalize = _imported(['openrlhf.trainer.ppo_utils.length_penalty'], 'apply_length_penalties', 'OpenRLHF 0.11')
+    base = _import_name(['openrlhf.trainer.ppo_utils.experience_maker'], 'RemoteExperienceMaker', 'OpenRLHF')
+    penalize = _import_name(['openrlhf.trainer.ppo_utils.length_penalty'], 'apply_length_penalties', 'OpenRLHF 0.11')
     held = {'credited': (_given_rewards(method, options), {}), 'penalize': staticmethod(penalize)}
     return type('CreditExperienceMaker', (ExperienceMixin, base), held)
 
 # %% ../nbs/7_elsewhere/80_adapters.ipynb #c033
-def _padded(lists):
+def _pad(lists):
     "Turn rewards of trajectories as (N, K), or None where there are none."
     return torch.nn.utils.rnn.pad_sequence([torch.tensor(x, dtype=torch.float32) for x in lists],
                                            batch_first=True) if any(lists) else None
@@ -550,7 +550,7 @@ def slime_rewards(
         first = {number[key]: s for key, s in reversed(list(zip(keys, flat)))}
         lead, owner = [first[i] for i in range(len(number))], [number[key] for key in keys]
         arrays = Arrays(torch.nn.utils.rnn.pad_sequence(masks, batch_first=True), [s.group_index for s in lead],
-                        [s.get_reward_value(args) for s in lead], _padded([_listed(s.metadata) for s in lead]), owner)
+                        [s.get_reward_value(args) for s in lead], _pad([_list_turns(s.metadata) for s in lead]), owner)
         credit = assign_arrays(method, arrays).advantages
         turns = turns_from_mask(arrays.mask)
         rewards = [torch.stack([row[at == k][0] for k in range(int(at.max()) + 1)]) if at.max() >= 0 else
@@ -585,7 +585,7 @@ def slime_advantages(
 def _prime_turns(trace):
     "The nodes of a trace that are trained, in order, and the reward of each, None where the trace has no turn rewards."
     kept = {id(node) for branch in trace.branches if branch.trainable for node in branch.nodes}
-    sampled, listed = [node for node in trace.nodes if node.sampled], _listed(trace.info)
+    sampled, listed = [node for node in trace.nodes if node.sampled], _list_turns(trace.info)
     if listed and len(listed) != len(sampled):
         raise ValueError(f"info['turn_rewards'] of trace {trace.id} has {len(listed)} numbers for {len(sampled)} "
                          'turns: one for each that the model wrote, None where it has none')
@@ -617,7 +617,7 @@ def prime_credit(
     mask = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
     advantages = torch.zeros(mask.shape)
     if len(traces) > 1:
-        arrays = Arrays(mask, [0] * len(traces), [trace.reward for trace in traces], _padded([x for _, x in turns]))
+        arrays = Arrays(mask, [0] * len(traces), [trace.reward for trace in traces], _pad([x for _, x in turns]))
         advantages = assign_arrays(method, arrays).advantages
     found = [row[own].tolist() for row, own in zip(advantages, mask)]
     for (nodes, _), values in zip(turns, map(iter, found)):
@@ -646,8 +646,8 @@ def prime_algorithm(
     method: Method, or the name of one
     options: dict, of the method
     """
-    base = _imported(['prime_rl.orchestrator.algo.base'], 'Algorithm', 'prime-rl')
-    annotate = _imported(['prime_rl.orchestrator.algo.routing'], 'assign_advantages', 'prime-rl')
+    base = _import_name(['prime_rl.orchestrator.algo.base'], 'Algorithm', 'prime-rl')
+    annotate = _import_name(['prime_rl.orchestrator.algo.routing'], 'assign_advantages', 'prime-rl')
     held = {'credited': (_given_rewards(method, options), {}), 'annotate': staticmethod(annotate)}
     return type('CreditAlgorithm', (AlgorithmMixin, base), held)
 
@@ -698,7 +698,7 @@ def areal_actor(
     method: Method, or the name of one
     options: dict, of the method
     """
-    base = _imported(['areal.trainer.ppo.actor'], 'PPOActor', 'AReaL')
+    base = _import_name(['areal.trainer.ppo.actor'], 'PPOActor', 'AReaL')
     return type('CreditActor', (ActorMixin, base), {'credited': (_given_rewards(method, options), {})})
 
 # %% ../nbs/7_elsewhere/80_adapters.ipynb #x802
@@ -807,7 +807,7 @@ def read_batch(path):  # file of a trainer's batch
         if not (turns != 0).any(): turns = None
     else:
         outcome = held['reward']
-        if 'turn_rewards' in held: turns = _padded([_listed({'turn_rewards': x}) for x in held['turn_rewards']])
+        if 'turn_rewards' in held: turns = _pad([_list_turns({'turn_rewards': x}) for x in held['turn_rewards']])
     return Arrays(mask, held['uid'], outcome, turns, turn_ids=turn_ids), pad(held['advantages'])
 
 def main(arguments=None):  # list of str; None: the command line's

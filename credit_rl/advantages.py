@@ -11,7 +11,7 @@ import hashlib, torch
 from array import array
 from .tspo import turn_normalize
 from .groups import (cast_like, check_groups, check_some, check_tensors, check_turns, discounted_suffix,
-                              discounted_sum, group_normalize, measured, standardize, widen)
+                              discounted_sum, group_normalize, is_measured, standardize, widen)
 from .parts import to_tokens
 
 _all_ = ['group_normalize', 'turn_normalize', 'discounted_sum', 'to_tokens']
@@ -30,7 +30,7 @@ def rloo(
     check_tensors(rewards=rewards)
     centered = group_normalize(widen(rewards), groups, scale=False)
     index = check_groups(groups, len(rewards))
-    there = measured(rewards).to(centered.dtype)
+    there = is_measured(rewards).to(centered.dtype)
     size = there.new_zeros(int(index.max()) + 1).index_add(0, index, there)[index]
     return cast_like(centered * size / (size - 1).clamp(min=1), rewards)
 
@@ -50,7 +50,7 @@ def reinforce_pp(
     eps: float >= 0
     """
     if not eps >= 0: raise ValueError(f'eps is added to a deviation, so it is at least 0, got {eps}')
-    there = measured(rewards)
+    there = is_measured(rewards)
     if rewards.ndim != 1 or there.sum() < 2:
         raise ValueError(f'a batch comparison needs (N,) rewards, two of them measured, got {rewards.tolist()}')
     if groups is None:
@@ -144,9 +144,9 @@ def mt_grpo(
     check_turns(turn_mask, turn_mask)
     final = group_normalize(widen(outcome), groups, ddof=ddof, eps=eps, least=least)
     # a missing rollout leaves both comparisons
-    call_reward = torch.where(measured(outcome), widen(call_reward), torch.nan)
+    call_reward = torch.where(is_measured(outcome), widen(call_reward), torch.nan)
     by_call = group_normalize(call_reward, groups, ddof=ddof, eps=eps, least=least)
-    first = torch.where(measured(call_reward), beta * by_call + (1 - beta) * final, final)
+    first = torch.where(is_measured(call_reward), beta * by_call + (1 - beta) * final, final)
     is_first = torch.arange(turn_mask.shape[1], device=turn_mask.device) == 0
     return cast_like(torch.where(turn_mask, torch.where(is_first, first[:, None], final[:, None]), 0.0), outcome)
 
@@ -192,7 +192,7 @@ def mt_grpo_star(
     if (rewards.isinf() & tool).any():
         raise ValueError("infinite rewards cannot be compared; a call that was not measured is NaN")
     if literal: rewards = rewards / turn_tokens.clamp(min=1)
-    valid = tool & ~rewards.isnan() & measured(outcome)[:, None]
+    valid = tool & ~rewards.isnan() & is_measured(outcome)[:, None]
     index = check_groups(groups, len(rewards))[:, None].expand_as(tool)
     cell = index if norm == 'pooled' else index * len(k) + (tool.cumsum(1) - 1).clamp(min=0)
     mid = standardize(rewards.flatten(), cell.flatten(), valid.flatten(), ddof, eps, True, least).view(rewards.shape)
@@ -250,7 +250,7 @@ def gigpo(
                          f'got {tuple(anchors.shape)} {anchors.dtype}')
     check_turns(turn_mask, rewards)
     scale, index = mode == 'mean_std_norm', check_groups(groups, len(rewards))
-    valid, to_go = measured(rewards, turn_mask), discounted_sum(widen(rewards), turn_mask, gamma)
+    valid, to_go = is_measured(rewards, turn_mask), discounted_sum(widen(rewards), turn_mask, gamma)
     total = torch.where(turn_mask, widen(rewards), 0.0).sum(1)
     episode = group_normalize(total, groups, ddof=ddof, eps=eps, scale=scale, least=least)
     known, number = anchors.unique(return_inverse=True)
@@ -321,7 +321,7 @@ def _many_calls(rewards, layout, seen, o):
                         _turn_tokens(layout) if o['literal'] else None, o['ddof'], o['eps'], o['least'])
 
 # %% ../nbs/1_rules/40_advantages.ipynb #p0044
-def _anchored(rewards, layout, seen, o):
+def _compare_anchors(rewards, layout, seen, o):
     "GiGPO, the outcome and the returns from equal contexts compared: (N, K)."
     return gigpo(rewards_on_last(rewards, layout), rewards['anchors'], layout.turn_mask, layout.groups, o['gamma'],
                  o['step_weight'], o['mode'], o['ddof'], o['eps'], o['least'])
@@ -353,7 +353,7 @@ _TURN_RULES = (
          differs="λ have no published values; the reward itself, not its average over tokens; eq. 5's mean over "
          'rollouts of token sums, where table 9 names token-mean', **_CALLS),
     Rule('anchors', r'A_{i,k} = \tilde R_i + w\,\tilde y_{i,k}\ \text{among equal contexts}',
-         'GiGPO (Feng et al. 2025)', credit=_anchored, average='sequence-mean-token-mean',
+         'GiGPO (Feng et al. 2025)', credit=_compare_anchors, average='sequence-mean-token-mean',
          text=lambda groups, rewards, o: {'anchors': anchor_ids(groups)},
          options={'gamma': Option(0.95, 'discount of later turns', least=0, most=1),
                   'step_weight': Option(1.0, 'w, weight of the comparison among equal contexts'),

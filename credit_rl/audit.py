@@ -22,11 +22,11 @@ from .options import flat_options, options_in, setting
 from .parameters import by_group, error_line, from_settings, make_parser, read_settings
 from .parts import assign
 from .rollout import RolloutSize, continuations, rollout
-from .runlog import atomic_write, plain_json, write_json, writing
+from .runlog import SilentLog, atomic_write, plain_json, write_json, writing
 from .significance import jackknife, ratio_interval
 from .settings import DOZEN, Keeping, Config, check, make_config
 from .setup import draw_questions, make_engine, make_learner, make_setup, origin_of
-from .train import Run, SilentLog, play_step
+from .train import Run, play_step
 from .true_credit import (credit_errors, distinct_states, sampling_variance, score_continuations, solver_rates,
                                    solver_values, state_values, turn_credit, turn_score)
 
@@ -456,7 +456,7 @@ def run_audit(
     """Audit a checkpoint: writes `audit.csv`, `audit.json` and `figures/audit.png` into the run's folder, and of a tiny
     world `solver.csv`, the rules held against the solver's value. Returns the folder. Raises FolderInUse."""
     with writing(config.run) as folder:
-        truth, table, more, against = _audited(config, auditing, say)
+        truth, table, more, against = _make_audit(config, auditing, say)
         # store an audit
         squares = squares_by_kind(truth, turn_kinds(truth.groups))
         (folder/'figures').mkdir(parents=True, exist_ok=True)
@@ -478,7 +478,7 @@ def run_audit(
 # %% ../nbs/6_looking/71_audit.ipynb #a026x4
 def _reads_chains(name): return not {'solver', 'notes'}.isdisjoint(r.name for r in get_method(name).rewards)
 
-def _audited(config, auditing, say):
+def _make_audit(config, auditing, say):
     """An audit: (truth, table, what else was found: dict, table of a tiny world against the solver's values, None of
     others)."""
     judged = [name for name in auditing.rules if config.data == 'tiny' or not _reads_chains(name)]

@@ -324,7 +324,7 @@ def sampled_right(
 # %% ../nbs/6_looking/74_compare.ipynb #c029x5
 _MEASURES = {'dev_area': dev_area, 'sampled_right': sampled_right}         # read from a run's log, where asked for
 
-def _finished(folders, metric=None):
+def _summaries_of(folders, metric=None):
     "Summaries of the finished runs: {method: {seed: summary}}. Raises where the runs were asked different questions."
     out, asked = {}, {}
     for folder, label, params, summary in each_run(folders):
@@ -350,7 +350,7 @@ def _finished(folders, metric=None):
 def common_seeds(folders):  # as in find_runs
     """Keep the finished runs whose seed every method has finished: (list of folders, list of sentences on what was
     left out)."""
-    finished = _finished(folders)
+    finished = _summaries_of(folders)
     shared = set.intersection(*(set(runs) for runs in finished.values())) if finished else set()
     kept, out = [], []
     for folder, _, params, summary in each_run(folders):
@@ -372,7 +372,7 @@ def paired_differences(
     many seeds could have detected, and what the row `says`. Raises ValueError where a method and the baseline did not
     finish the same seeds."""
     import pandas as pd
-    finished = _finished(folders, metric)
+    finished = _summaries_of(folders, metric)
     if baseline not in finished and len(named := [m for m in finished if m.split(' (')[0] == baseline]) == 1:
         baseline = named[0]
     if baseline not in finished:
@@ -411,16 +411,16 @@ def _spread(values, form='{:.3f}'):
     return mean if len(values) == 1 else f'{mean} ({form.format(min(values))} to {form.format(max(values))})'
 
 # %% ../nbs/6_looking/74_compare.ipynb #c041
-def _outdated(summaries):
+def _code_note(summaries):
     "What a row says of the code that made it: a text, empty if that is today's."
-    if any(_replayed(s) for s in summaries): return ''
+    if any(_replay_agrees(s) for s in summaries): return ''
     recorded = [s.get('code') or {} for s in summaries]
     if any(len(h) == 12 for code in recorded for h in code.values()):
         return 'rerun needed: made before imports were followed'
     changed = sorted({m for code in recorded for m in changed_modules(code)})
     return f'rerun needed: {", ".join(changed)} changed' if changed else ''
 
-def _replayed(summary):
+def _replay_agrees(summary):
     "Whether a run was replayed by the present code, and agreed."
     found = summary.get('replay')
     return bool(found and found['agrees'] and not changed_modules(found['code']))
@@ -430,7 +430,7 @@ def _table_row(method, runs):
     summaries, mean = list(runs.values()), lambda values: sum(values) / len(runs)
     hops = sorted({k for s in summaries for k in s['final'] if k.isdigit()})
     collapsed = sum(bool(s.get('collapsed')) for s in summaries)
-    notes = [_outdated(summaries), f'{collapsed} collapsed' if collapsed else '']
+    notes = [_code_note(summaries), f'{collapsed} collapsed' if collapsed else '']
     return {'method': method, 'seeds': str(len(runs)),
             'base EM': _spread([s['base_em'] for s in summaries]),
             'final EM': _spread([s['final_em'] for s in summaries]),
@@ -462,7 +462,7 @@ def markdown_table(
 ):
     """Markdown table of finished runs, a row for each method, best first: mean over seeds (lowest to highest), and the
     ceiling. Raises where none has finished."""
-    finished = {m: runs for m, runs in _finished(folders).items() if runs and (methods is None or m in methods)}
+    finished = {m: runs for m, runs in _summaries_of(folders).items() if runs and (methods is None or m in methods)}
     if not finished: raise ValueError('none of the runs has finished; a table is made of summary.json files')
     order = sorted(finished, key=lambda m: -sum(s['final_em'] for s in finished[m].values()) / len(finished[m]))
     rows = [_table_row(m, finished[m]) for m in order]
@@ -598,14 +598,14 @@ def plan_jobs(
     return jobs
 
 # %% ../nbs/6_looking/74_compare.ipynb #c073
-def _given(job, **more):
+def _job_facts(job, **more):
     "A job's settings with its method, seed and folder."
     return {**more, **job.settings, 'method': job.settings.get('method', job.method), 'seed': job.seed,
             'run': str(job.folder)}
 
 def papermill_command(job, notebook, model=None):
     "The command that makes a job's run: papermill on `notebook` with the job's settings; `model` replaces theirs."
-    given = {**_given(job), **({'model': str(model)} if model else {}), **({'resume': True} if job.begun else {})}
+    given = {**_job_facts(job), **({'model': str(model)} if model else {}), **({'resume': True} if job.begun else {})}
     return [sys.executable, '-m', 'papermill', str(notebook), str(job.folder/'notebook.ipynb'), '--no-progress-bar',
             '--log-output', '-y', json.dumps(grouped(given))]
 
@@ -627,7 +627,7 @@ def _check_settings(jobs):  # list of Job
     from credit_rl.prepare import make_warming
     from credit_rl.settings import make_config
     for job in jobs:
-        given = _given(job, model='tiny')
+        given = _job_facts(job, model='tiny')
         try: (make_warming if 'collected' in given else make_config)(given)
         except (ValueError, TypeError) as e: raise ValueError(f'{job.name}: {e}') from e
 

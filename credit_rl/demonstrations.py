@@ -34,7 +34,7 @@ def pages_shown(trajectory):
 
 def _alike(text): return to_nfc(text).lower()                     # what is the same whatever its case and spelling
 
-def _asked(trajectory):
+def _searches_so_far(trajectory):
     "What was searched so far, in lower case: set of str."
     return {_alike(query) for turn in trajectory.turns if turn.call for query in turn.call['queries']}
 
@@ -52,7 +52,7 @@ def answer_shown(trajectory):
     q, pages = trajectory.question, pages_shown(trajectory)
     named = _support(q)
     if q.meta.get('type') == 'comparison':
-        looked = _asked(trajectory) | {_alike(_bare(title)) for title, _ in pages}
+        looked = _searches_so_far(trajectory) | {_alike(_bare(title)) for title, _ in pages}
         if not all(_alike(name) in looked for name in named): return None
     if named and q.meta.get('hops', 1) > 1: pages = [page for page in pages if _bare(page[0]) in named]
     text = ' '.join(f'{title} {body}' for title, body in pages)
@@ -87,7 +87,7 @@ def next_queries(
     others = [*own, *_names(to_nfc(q.text)), *one]
     if trajectory.turns: best = [*bridges, *two] if rng.random() < .6 else [*two, *bridges]
     else: best = rng.choice([found for found in (whole, whole, others[:1], others[:1], one) if found])
-    asked, out = _asked(trajectory), dict.fromkeys([*best, *own, *whole, *others])
+    asked, out = _searches_so_far(trajectory), dict.fromkeys([*best, *own, *whole, *others])
     return [query for query in out if _alike(query) not in asked and '<' not in query]
 
 # %% ../nbs/2_environment/58_demonstrations.ipynb #d012

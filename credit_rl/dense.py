@@ -196,14 +196,14 @@ class Dense:
         "What a manifest says of it: passages and their hash, and what the vectors were made with."
         how = {'nprobe': self.nprobe, 'query_tokens': None if callable(self.model) else self.how.query_tokens}
         if self.how.gpu: how['gpu'] = True
-        return {**_made_with(len(self.passages), self.corpus, self.factory, self.model, self.prefixes), **how}
+        return {**_index_facts(len(self.passages), self.corpus, self.factory, self.model, self.prefixes), **how}
 
     def save(self, folder):
         "Write the index and its passages to `folder`, all or nothing, for `load` and `open_index`."
         with new_index(folder) as new:
             with PassageWriter(new) as file:
                 for p in self.passages: file.add(p)
-            _write_dense(new, self.index, _made_with(len(self.passages), self.corpus, self.factory, self.model,
+            _write_dense(new, self.index, _index_facts(len(self.passages), self.corpus, self.factory, self.model,
                                                      self.prefixes))
 
     @classmethod
@@ -219,7 +219,7 @@ def _write_dense(folder, index, about):
     _faiss().write_index(index, str(folder / 'vectors.faiss'))
     (folder / 'index.json').write_text(json.dumps({'format': 2, 'kind': 'dense', **about}))
 
-def _made_with(passages, corpus, factory, model, prefixes):
+def _index_facts(passages, corpus, factory, model, prefixes):
     "What is kept of how an index was made: dict."
     return {'name': 'Dense', 'passages': passages, 'corpus': corpus, 'factory': factory,
             'model': None if callable(model) else str(model), 'prefixes': list(prefixes)}
@@ -273,7 +273,7 @@ def build_dense(
             with PassageWriter(new) as file: index = fill_index(blocks(file), factory)
             if (again := file.repeated()) is not None:
                 raise ValueError(f'the id {PassageFile(new)[again].id!r} of passage {again + 1} stands twice')
-            _write_dense(new, index, _made_with(index.ntotal, file.corpus, factory, model, prefixes))
+            _write_dense(new, index, _index_facts(index.ntotal, file.corpus, factory, model, prefixes))
     except BaseException as e:
         if isinstance(e, ValueError) or callable(model): shutil.rmtree(waiting, ignore_errors=True)
         raise

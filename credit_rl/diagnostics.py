@@ -25,7 +25,7 @@ from .runlog import is_stored, metrics_by_step, read_metrics, read_params, read_
 from .significance import wilson
 from .tools import returned_texts
 from .trajectory import Result
-from .warmup import gold_shown, prompted
+from .warmup import gold_shown, with_prompt
 
 # %% ../nbs/6_looking/70_diagnostics.ipynb #c006
 _METHOD_COLOURS = {**{name: m.colour for name, m in METHODS.items() if m.colour}, 'sft': '#c5b0d5'}
@@ -356,7 +356,7 @@ def resilience(engine, env, questions, sampling=None, metric='em', ranks=Ranks()
     the prompt that forces a call those in which there was one; for each of OUTPUTS what is right of those, by a metric
     of outcome_of, NaN if there was none; `no tool`: what is right of all without tools. Each rank plays its share; an
     irrelevant output then comes from the same share."""
-    out, forced = {}, prompted(env, 'forced')
+    out, forced = {}, with_prompt(env, 'forced')
     right = lambda groups: outcome_rewards(groups, metric).double()
     play = lambda where: ranks.each(questions, lambda share: evaluate(engine, where, share, sampling)[1])
     for how in _OUTPUTS:
@@ -364,7 +364,7 @@ def resilience(engine, env, questions, sampling=None, metric='em', ranks=Ranks()
         called = [any(turn.call is not None for turn in g.trajectories[0].turns) for g in groups]
         out[how] = right(groups)[called].mean().item()
         if how == 'working': out['called'] = sum(called) / len(called)
-    return {**out, 'no tool': right(play(prompted(env, 'direct'))).mean().item()}
+    return {**out, 'no tool': right(play(with_prompt(env, 'direct'))).mean().item()}
 
 # %% ../nbs/6_looking/70_diagnostics.ipynb #c061
 def reliability_figure(pairs):  # dict: name of a critic → (chances, outcomes), each (n,)

@@ -45,7 +45,7 @@ def _is_null(given):
     "Whether a value says that there is none: null, NaN, or one of their names in a table."
     return str(given).strip().lower() in ('', 'null', 'none', 'nan', 'na', 'n/a', '<na>') or given != given
 
-def _kept_as_text(text):
+def _read_cell(text):
     """What a table keeps as text: a list of texts, as JSON or Python writes it, or a JSON object with answers; else the
     text itself. Raises ValueError on a list that cannot be read, such as an array's, which has lost its commas."""
     if re.fullmatch(r'\s*\{\s*"(?:' + '|'.join(_GOLDS) + r')"\s*:.*\}\s*', text, re.S): return read_line(text)
@@ -61,7 +61,7 @@ def _kept_as_text(text):
 def _answers_in(given):
     "The accepted answers in a field, as the benchmarks have them, those that are null aside: list of str."
     if isinstance(given, str):
-        kept = _kept_as_text(given)
+        kept = _read_cell(given)
         if kept is given: return [x for part in given.split('<|answer_split|>') if (x := part.strip())]
         given = kept
     while isinstance(given, dict): given = next((given[name] for name in _GOLDS if name in given), None)
@@ -299,7 +299,7 @@ def _rows(path):
 # %% ../nbs/7_elsewhere/83_dumps.ipynb #c0115x2
 _LISTS = ('messages', 'prompt_ids', 'completion_ids', *_MASKS)   # which tables keep as JSON
 
-def _spoken(row, protocol, tokenizer):
+def _dialogue(row, protocol, tokenizer):
     "What a row says, by its layout: `_Dialogue`."
     keys, tag = _layout_of(row), protocol.response_tag or 'tool_response'
     texts = {key: row[key] for key in _LISTS if isinstance(row.get(key), str)}
@@ -355,7 +355,7 @@ def read_dump(
         try:
             keys = _layout_of(row)
             row = _from_atif(row) if keys == _LAYOUTS[4] else _from_trace(row) if keys == _LAYOUTS[5] else row
-            spoken = _spoken(row, protocol, tokenizer)
+            spoken = _dialogue(row, protocol, tokenizer)
             given = next((row[name] for name in ('reward', 'score') if not _is_null(row.get(name))), None)
             golds = _golds_of(row, answers, spoken.question, given is None)
             name = next((str(row[key]) for key in _KEYS if not _is_null(row.get(key))), spoken.question)
@@ -483,7 +483,7 @@ def view_main(arguments=None):  # list of str; None: the command line's
     view.main(arguments, lambda path, most, protocol: dump_recording(read_dump(path, protocol or 'tspo'), path)
               if Path(path).is_file() else read_recording(path, most))
 
-def _told(dump):
+def _describe(dump):
     "What rules make of a dump's rollouts, as a table: str."
     golds = all(g.question.answers for g in dump.groups)
     credit, refused = {}, []
@@ -519,7 +519,7 @@ def main(arguments=None):  # list of str; None: the command line's
     try:
         dump = read_dump(given.file, given.protocol)
         if given.method is None:
-            return print(_told(dump))
+            return print(_describe(dump))
         credit, by = credit_of(dump, given.method)
         path = Path(given.out or f'{given.file}.{re.sub("[^A-Za-z0-9*+-]+", "_", given.method)}.jsonl')
         played = [t for g in dump.groups for t in g.trajectories]

@@ -360,7 +360,7 @@ class _RowBatch:
         for r in rows: r.have, r.busy = r.have + 1, True
 
 # %% ../nbs/3_acting/20_engine.ipynb #s041
-def _admitted(
+def _choose(
     waiting,  # list of rows, with what is submitted (`ids`), how many of them are `read`, and a `slot` or None
     free,     # int, rows that can be begun
     budget,   # int, most tokens in one reading forward, padding included; one row is always read
@@ -390,7 +390,7 @@ def check_request(
                          f'max_length, {most}')
 
 # %% ../nbs/3_acting/20_engine.ipynb #s044
-def _finished(row, batch, engine):
+def _finish_turn(row, batch, engine):
     "The turn of a row whose newest id may have ended it, as `FinishedTurn`; None if the turn goes on."
     part = slice(len(row.ids), row.have)
     ids, longest = batch.ids[row.slot, part].tolist(), max((len(s.encode()) for s in row.strings), default=0)
@@ -465,7 +465,7 @@ class _Stream:
 
     def _admit(self):
         "Give rows to those that are read in next, and write down what they brought."
-        ready = _admitted(self.waiting, self.engine.max_rows - len(self.slots), self.engine.read_tokens)
+        ready = _choose(self.waiting, self.engine.max_rows - len(self.slots), self.engine.read_tokens)
         for row in (r for r in ready if r.slot is None):
             row.slot = len(self.slots)
             self.slots.append(row)
@@ -481,7 +481,7 @@ class _Stream:
         self.tokens += len(rows)
         may_end = torch.isin(ids, self.engine.eos_ids) | self.may_stop[ids] | logp.isnan()
         if any(may_end := may_end.tolist()): check_numbers(logp, self.engine.model)      # the host waits here alone
-        done = (_finished(r, batch, self.engine) for r, may in zip(rows, may_end) if may or r.have >= r.stop)
+        done = (_finish_turn(r, batch, self.engine) for r, may in zip(rows, may_end) if may or r.have >= r.stop)
         return [f for f in done if f is not None]
 
 # %% ../nbs/3_acting/20_engine.ipynb #c033

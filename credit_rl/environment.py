@@ -17,9 +17,9 @@ from .dense import DenseSearch
 from .metrics import TOKENS
 from .models import read_template
 from .options import MOVED, SettingsGroup, dotted, flat, flat_options, options_in, read_options, setting
-from .parameters import spelt
+from .parameters import spell
 from .prompting import BASELINES, DIRECT
-from .protocol import ANSWER_STOPS, CALL_STOPS, PROTOCOLS, WORDS, check_tokenizer, get_protocol, without_search, worded
+from .protocol import ANSWER_STOPS, CALL_STOPS, PROTOCOLS, WORDS, check_tokenizer, get_protocol, without_search, reword
 from .readers import Cutting, RowError
 from .retrieval import BM25
 from .rollout import MALFORMED, NOTES, RULES, Environment, check_lengths
@@ -229,7 +229,7 @@ class Conversation(SettingsGroup):
         return {name: own[MOVED.get(name, name)] for name in names}
 
     @property
-    def words(self): return self._of(WORDS)   # arguments of `worded`
+    def words(self): return self._of(WORDS)   # arguments of `reword`
 
     @property
     def rules(self): return self._of(RULES)   # fields of `Environment`
@@ -274,7 +274,7 @@ def as_played(
     folder = Path(str(settings.get('model') or ''))
     if not settings.get('model') or not (folder/'credit_rl.json').is_file(): return settings
     options, words = flat_options(kind), ('protocol', *map(MOVED.get, WORDS)) if settings.get('baseline') else ()
-    settings = spelt(kind, settings)
+    settings = spell(kind, settings)
     here = lambda v: str(folder/v) if isinstance(v, str) and v.startswith('prompts/') else v
     own = {name: _map(v, here) for name, v in dotted(read_json(folder/'credit_rl.json').get('play', {})).items()
            if name in options and name not in words}
@@ -309,7 +309,7 @@ def make_environment(
         raise ValueError(f"tools of one's own go with protocol 'tools', or a file with its call_style, got {asked.name!r} "
                          f'and {"such tools" if own else "a search"}')
     if own: asked = dataclasses.replace(asked, tools=search.schemas)
-    asked = worded(asked, **how.words)
+    asked = reword(asked, **how.words)
     turns = how.max_turns if base is None or base.max_turns is None else base.max_turns
     must_search = base.searches and not asked.runs_code if base else not asked.context_tag and how.protocol != 'direct'
     if search is None and asked.runs_code: asked = without_search(asked)

@@ -29,7 +29,7 @@ from .models import (Policy, json_hash, load_model, load_tokenizer, local_folder
 from .options import SettingsGroup, dotted, flat, flat_options, nearest, setting
 from .parameters import by_group, error_line, from_settings, make_parser, read_settings
 from .prompting import BASELINES
-from .protocol import prompt_hash, worded
+from .protocol import prompt_hash, reword
 from .rollout import check_prompts, rollout
 from .runlog import (METRICS, Hold, RunFolder, RunLog, atomic_folder, atomic_write, code_hashes, read_json,
                               read_turns, read_text, write_json)
@@ -185,7 +185,7 @@ def check_evaluation(settings):  # Evaluation
     if s.gaps and (s.engine != 'hf' or not s.greedy):
         raise ValueError("gaps are read from the model's logits where the best token is taken: they need engine='hf' "
                          f'and greedy=True, got {s.engine!r} and {s.greedy}')
-    worded(BASELINES[s.baseline].protocol if s.baseline else asked_protocol(s.protocol), **s.words)
+    reword(BASELINES[s.baseline].protocol if s.baseline else asked_protocol(s.protocol), **s.words)
     s.sampling                                                             # refuses a temperature that is none
     if s.vllm and s.engine != 'vllm':
         raise ValueError(f"vllm holds settings of engine='vllm', but engine is {s.engine!r}")
@@ -409,7 +409,7 @@ def _asking(s, player, env):
     }
 
 # %% ../nbs/3_acting/27_evaluate.ipynb #c058
-def _shown_as(conversation):
+def _observation_style(conversation):
     "How observations are written and cut, as far as that is not as usual: dict."
     c = conversation
     own = {'observation_tokens': c.observation.tokens, 'observation_format': c.observation.format}
@@ -444,7 +444,7 @@ def _plan_evaluation(
         'metric': {'name': _metric_of(name, s.metric), 'rel_tol': bench.rel_tol},
         'corpus': corpus,
         'retriever': retriever and {**retriever, 'top_k': s.passages, 'passage_tokens': s.observation.passage_tokens,
-                                    **_shown_as(s)},
+                                    **_observation_style(s)},
         **_asking(s, player, env),
         'seed': s.seed,
         'versions': _versions(player.name),
@@ -461,7 +461,7 @@ def _flat(value, name=''):
         return [pair for k, v in value.items() for pair in _flat(v, f'{name}.{k}' if name else k)]
     return [(name, value)]
 
-def _shown(value, other):
+def _shorten(value, other):
     "Show a value in a message; of a long text only what stands around the first difference."
     if isinstance(value, str) and isinstance(other, str) and max(len(value), len(other)) > 60:
         at = next((i for i, (x, y) in enumerate(zip(value, other)) if x != y), min(len(value), len(other)))
@@ -480,7 +480,7 @@ def manifest_differences(
     names = [n for n in {**old, **new}
              if n.split('.')[0] not in skip and n not in ('questions.ids', 'model.name', *moved)]
     pairs = [(n, old.get(n, absent), new.get(n, absent)) for n in names]
-    return [f'{n}: {_shown(a, b)} before, {_shown(b, a)} now' for n, a, b in pairs if a != b]
+    return [f'{n}: {_shorten(a, b)} before, {_shorten(b, a)} now' for n, a, b in pairs if a != b]
 
 # %% ../nbs/3_acting/27_evaluate.ipynb #c067
 def question_row(
@@ -627,14 +627,14 @@ def right_rows(
     return [r for r in rows if verdicts.get(r['id']) == 1]
 
 # %% ../nbs/3_acting/27_evaluate.ipynb #p2701
-def _written(place):
+def _rows_so_far(place):
     "Rows of a set under way that ranks have written, in the order of their writing: list of dict."
     return [row for part in sorted(Path(place).glob('rank-*')) for row in read_turns(part)]
 
-def _begun(place, plan):
+def _ids_so_far(place, plan):
     """Ids of the questions of a set under way that were played already. Raises ValueError where that was with other
     inputs."""
-    if _was_begun(place, plan): return {row['id'] for row in _written(place)}
+    if _was_begun(place, plan): return {row['id'] for row in _rows_so_far(place)}
     place.mkdir(parents=True, exist_ok=True)
     atomic_write(place/'manifest.json', lambda path: _write_json(path, plan.manifest))
     return set()
@@ -644,7 +644,7 @@ def _in_order(place, plan, patience=30):
     sight in so many seconds."""
     until = time.monotonic() + patience
     while True:
-        rows = {row['id']: row for row in _written(place)}
+        rows = {row['id']: row for row in _rows_so_far(place)}
         if not (missing := [q.id for q in plan.questions if q.id not in rows]): break
         if time.monotonic() > until:
             raise OSError(f'{place} lacks {len(missing)} of {len(plan.questions)} rows, such as {missing[0]!r}, '
@@ -656,7 +656,7 @@ def _in_order(place, plan, patience=30):
 def _play_left(place, plan, player, shown, ranks=Ranks()):
     """Play what is left of a set under way, each rank its share, and write its rows. `shown` is a function of a number
     of questions that gives the context of a progress. Returns how many were there before."""
-    there = ranks.once(lambda: _begun(place, plan))
+    there = ranks.once(lambda: _ids_so_far(place, plan))
     mine = ranks.share([q for q in plan.questions if q.id not in there])
     if mine:
         with shown(len(mine) * player.settings.tries) as progress, RunLog(place/f'rank-{ranks.rank}', resume=True) as log:
@@ -744,8 +744,8 @@ def _question_differences(rows, questions):
         old, new = before.get(i), now.get(i)
         if old is None or new is None: out.append(f'question {i!r}: ' + ('new' if old is None else 'gone'))
         elif old['question'] != new.text:
-            out.append(f'question {i!r}: its text, {_shown(old["question"], new.text)} before, '
-                       f'{_shown(new.text, old["question"])} now')
+            out.append(f'question {i!r}: its text, {_shorten(old["question"], new.text)} before, '
+                       f'{_shorten(new.text, old["question"])} now')
         elif old['golds'] != list(new.answers):
             out.append(f'question {i!r}: its golds, {old["golds"]!r:.80} before, {list(new.answers)!r:.80} now')
     return out

@@ -14,7 +14,7 @@ from .learner import saved_policy
 from .models import load_model, read_template, write_model
 from .options import options_in
 from .parameters import error_line, make_parser
-from .protocol import Chat, worded
+from .protocol import Chat, reword
 from .runlog import atomic_folder, latest_checkpoint, named_checkpoint, read_json, read_params, writing
 from .settings import make_config
 from .setup import add_lora, base_folder, merge_lora
@@ -58,7 +58,7 @@ def export_run(
         # write a policy and where it comes from, as a whole
         about = read_params(run)
         how, data = make_config(about), about['data']
-        chat = Chat(worded(asked_protocol(how.protocol, data), **how.words), tokenizer,
+        chat = Chat(reword(asked_protocol(how.protocol, data), **how.words), tokenizer,
                     *((None, {}) if data == 'tiny' else (read_template(how.template.name), how.template.options)))
         with atomic_folder(folder) as part:
             origin = {'run': run.name, 'step': step, **{k: about[k] for k in ('method', 'model', 'seed', 'lora')}}

@@ -9,7 +9,7 @@ __all__ = ['NORMS', 'PARTS', 'best_gold_logp', 'information_gain', 'has_answer',
 
 # %% ../nbs/1_rules/33_information_gain.ipynb #c003
 import math, re, string, torch
-from .groups import (cast_like, check_groups, check_turns, discounted_suffix, discounted_sum, measured,
+from .groups import (cast_like, check_groups, check_turns, discounted_suffix, discounted_sum, is_measured,
                               standardize, widen)
 from .tspo import first_occurrence, has_evidence
 from .readers import to_nfc
@@ -94,7 +94,7 @@ def with_outcome(
         raise ValueError(f'penalty is what a missing answer costs, a number <= 0, got {penalty}')
     final = widen(outcome if answered is None else torch.where(answered, outcome, penalty))
     is_last = torch.arange(gains.shape[1], device=gains.device) == last
-    measured(gains, turn_mask & ~is_last)                               # refuses half a trajectory
+    is_measured(gains, turn_mask & ~is_last)                               # refuses half a trajectory
     x = torch.where(is_last, final[:, None], widen(gains))
     missing = (x.isnan() & turn_mask).any(1, keepdim=True)
     return cast_like(torch.where(turn_mask, torch.where(missing, torch.nan, x), 0.0), gains)
@@ -151,7 +151,7 @@ def igpo_advantages(
                                ('parts', parts, ('both', 'gain', 'outcome'))):
         if value not in known: raise ValueError(f'{name} is one of {known}, got {value!r}')
     last, index = check_turns(turn_mask, rewards)[:, None] - 1, check_groups(groups, len(rewards))
-    valid = measured(rewards, turn_mask)
+    valid = is_measured(rewards, turn_mask)
     is_last = torch.arange(rewards.shape[1], device=rewards.device) == last
     counted = valid if parts == 'both' else valid & (is_last if parts == 'outcome' else ~is_last)
     if variant == 'released': counted = counted & (is_last | (rewards != 0))
@@ -316,7 +316,7 @@ def _gain(layout, seen, o):
     last = torch.arange(layout.turn_mask.shape[1], device=belief.device) == layout.turn_mask.sum(1, keepdim=True) - 1
     return information_gain(belief, layout.turn_mask, o['mode']).masked_fill(last, 0.)
 
-def _accumulated(rewards, layout, seen, o):
+def _accumulate(rewards, layout, seen, o):
     "Discounted sums of normalised rewards, the outcome on the last turn: (N, K)."
     return igpo_advantages(rewards_on_last(rewards, layout), layout.turn_mask, layout.groups, o['gamma'], o['norm'],
                            o['ddof'], o['eps'], o['variant'], o['parts'], o['least'])
@@ -331,7 +331,7 @@ PARTS = (
                     'schema': SCHEMA_OPTION, 'golds': GOLDS_OPTION},
            differs='eq. 3 has one gold; of several the most probable counts, and only the first 16 are scored'),
     Rule('accumulate', r'A_{i,k} = \sum_{j \ge k}\gamma^{j-k}\operatorname{zscore}(r_{i,j})', 'IGPO eqs. 5-7',
-         credit=_accumulated, average='sequence-mean-token-mean', wants_turns=True,
+         credit=_accumulate, average='sequence-mean-token-mean', wants_turns=True,
          options={'gamma': Option(1.0, 'discount of later turns', least=0, most=1),
                   'norm': Option('joint', 'what is normalised together', choices=NORMS),
                   'variant': Option('paper', 'or as the released code does it', choices=('paper', 'released')),

@@ -252,7 +252,7 @@ _AGAINST = re.compile(rf'^\W*\d|\?|\b(?:{_NOT}|{_PART}|(?:neither|nor|none|nothi
 _LABEL = re.compile(r"([a-z][a-z' ]{0,39}?)[^\w:=]{0,5}[:=]", re.IGNORECASE)
 _RATED = re.compile(r'.*\b(?:rating|verdict)[^\w:=]{0,5}[:=]', re.IGNORECASE)
 
-def _said_by(text, words, plain):
+def _verdicts_of(text, words, plain):
     """The verdicts that a text begins with: {1} or {0}, both where it takes back what it says, none where it begins
     with none. `plain`: yes and no, true and false, 1 and 0 count by themselves."""
     start, stems = text.lstrip(), '|'.join(words)
@@ -266,7 +266,7 @@ def _said_by(text, words, plain):
         label = re.match(r'[^\w:=?]*[:=?]', behind)
         if label and (not turned or start[:1] in ('{', '"')):       # Mismatch is no label, the field "mismatch" is one
             rest = re.sub(r'^\W+', '', behind[label.end():])
-            if said := _said_by(rest, words, True):
+            if said := _verdicts_of(rest, words, True):
                 return said if value else {1 - v for v in said} if _ALONE.match(rest) else {0} | said
         either = re.match(rf'\W*(?:/|\||\bor\b)\W*(?:a )?(?:mis|un|non)?-?(?:{stems})\b', behind, re.IGNORECASE)
         if not value: return {0, 1} if either else {0}
@@ -275,14 +275,14 @@ def _said_by(text, words, plain):
         if found[0] in ('0', '1') and re.search(r'\w', behind): return set()
     else: return set()
     if not _REASON.match(behind): return set()
-    if again := _said_by(behind, words, plain): return {value} | again
+    if again := _verdicts_of(behind, words, plain): return {value} | again
     against, word = _AGAINST.search(behind), re.search(rf'\b(mis|un|non)?-?({stems})\b', behind, re.IGNORECASE)
     if not value: return {0, 1} if word and not against else {0}
     return {0, 1} if against or word and (word[1] or not words[word[2].lower()]) else {1}
 
-def _said_in(line, words, plain):
-    "The verdicts of a line, behind its labels if need be: as `_said_by`."
-    while not (said := _said_by(line, words, plain)):
+def _line_verdicts(line, words, plain):
+    "The verdicts of a line, behind its labels if need be: as `_verdicts_of`."
+    while not (said := _verdicts_of(line, words, plain)):
         label = _LABEL.match(line := re.sub(r'^\W+', '', line))
         if not label or re.search('reason|expla|justif|note', label[1], re.IGNORECASE): break
         plain, line = plain or label[1].lower().endswith(('rating', 'verdict')), line[label.end():]
@@ -298,7 +298,7 @@ def read_verdict(
     said = re.sub(r'<([a-z][\w ]{0,30})>:?', r'\1: ', re.sub(r'</[^<>]*>', ' ', after_thought(reply or '')), flags=re.I)
     said = re.sub(r':[*`"\'\])>\s]*\n\s*', ': ', said.replace('’', "'").replace('_', ' '))  # a label's line, the next
     lines = [line for line in said.splitlines() if re.search(r'\w', line) and len(line) < 2000]
-    found = [_said_in(line, words, plain) for line in (*lines[:1], *lines[-1:])]
-    found += [_said_in(line[label.end():], words, True) for line in lines if (label := _RATED.match(line))]
+    found = [_line_verdicts(line, words, plain) for line in (*lines[:1], *lines[-1:])]
+    found += [_line_verdicts(line[label.end():], words, True) for line in lines if (label := _RATED.match(line))]
     verdicts = set().union(*found)
     return verdicts.pop() if len(verdicts) == 1 else None

@@ -5,17 +5,19 @@
 # %% auto #0
 __all__ = ['LAUNCHER', 'Ranks', 'FirstPlays', 'is_rank', 'join_ranks', 'check_alike', 'expect_file', 'keep_traceback', 'failure',
            'check_threads', 'check_hosts', 'ranks_here', 'rank_environment', 'missing_for_hosts', 'launch_command',
-           'Hosts', 'Torch', 'Processes', 'set_torch', 'LaunchError', 'speak', 'Progress', 'told_to_end', 'SaveTimes',
-           'launch', 'on_ranks', 'let_threads_sleep']
+           'Hosts', 'Torch', 'Processes', 'set_torch', 'LaunchError', 'speak', 'Progress', 'watch_signals', 'SaveTimes',
+           'save_point', 'write_groups', 'read_groups', 'play_parts', 'launch', 'on_ranks', 'let_threads_sleep']
 
 # %% ../nbs/machinery/03_launch.ipynb #c002
-import atexit, contextlib, dataclasses, datetime, json, os, queue, re, shutil, signal, socket, subprocess, sys, tempfile
-import threading, time, traceback
+import atexit, contextlib, dataclasses, datetime, gzip, json, os, queue, re, shutil, signal, socket, subprocess, sys
+import tempfile, threading, time, traceback
 from dataclasses import dataclass, field
 from pathlib import Path
 import yaml
 from .options import SettingsGroup, flat, setting
-from .runlog import CALLER, atomic_write, check_free, is_alive, is_here, latest_checkpoint, read_json, read_text
+from .runlog import (CALLER, BoundedGzip, atomic_write, check_free, is_alive, is_here, latest_checkpoint, read_json,
+                              read_text, save_checkpoint, saving)
+from .trajectory import group_from_json, to_json
 
 # %% ../nbs/machinery/03_launch.ipynb #c005
 @dataclass(frozen=True)
@@ -190,8 +192,8 @@ def check_alike(
     look = lambda: (socket.gethostname(), given, _reads(folder, token), {p: _bytes(p) for p in _named_files(settings)})
     seen = ranks.each(list(range(ranks.count)), lambda mine: [look()] * len(mine))
     if ranks.first: (Path(folder)/token).unlink()
-    if apart := _given_apart(seen): raise ValueError('every host gives the same command, but ' + '; '.join(apart))
-    if wrong := _seen_apart(folder, seen):
+    if apart := _compare_settings(seen): raise ValueError('every host gives the same command, but ' + '; '.join(apart))
+    if wrong := _ask_hosts(folder, seen):
         raise ValueError('the hosts of a run must see the same files, under the same paths, but ' + '; '.join(wrong))
 
 def _write_token(folder):
@@ -214,14 +216,14 @@ def _bytes(path):
     return sum(p.stat().st_size for p in path.rglob('*') if p.is_file())
 
 # %% ../nbs/machinery/03_launch.ipynb #s3x6
-def _given_apart(seen):
+def _compare_settings(seen):
     "Settings that differ from the first rank's, list of str."
     first, mine, *_ = seen[0]
     apart = [f'{name}={there.get(name)!r} on {host}, {mine.get(name)!r} on {first}' for host, there, *_ in seen
              for name in {**mine, **there} if there.get(name) != mine.get(name)]
     return list(dict.fromkeys(apart))
 
-def _seen_apart(folder, seen):
+def _ask_hosts(folder, seen):
     """What hosts see otherwise than the first, list of str; `seen`: of each rank (host, settings, reads the token, bytes
     by path)."""
     first, _, _, sizes = seen[0]
@@ -264,7 +266,7 @@ def _write_error(place, rank, error):
 # as torchrun reports ranks that a signal ended
 _DEATHS = re.compile(r'rank\s*:\s*(\d+) \(local_rank.*\n.*?exitcode\s*:\s*(-\d+)')
 
-def _killed(log):
+def _find_killed(log):
     "Ranks that a signal ended, by what a launcher printed: dict rank → signal."
     deaths = {int(rank): signal.Signals(-int(code)).name for rank, code in _DEATHS.findall(log)}
     # those are what the others' ends look like
@@ -286,7 +288,7 @@ def failure(
     "Say why a run's ranks ended without a result: a signal, else the first traceback, else the log."
     folder, notes = Path(folder), _notes(folder)
     where = f'the whole output is in {folder/file}'
-    if killed := _killed(log):
+    if killed := _find_killed(log):
         ended = ', '.join(f'rank {rank} was ended by {name}' for rank, name in killed.items())
         return f'{ended} (out of memory, or someone ended it); {where}'
     if notes:
@@ -517,7 +519,7 @@ def _lines(process):
 _END = '.end'    # file in a run's folder by which a launcher tells all ranks to save and end: the signal's number
 
 @contextlib.contextmanager
-def told_to_end(folder):
+def watch_signals(folder):
     """Let SIGTERM and SIGUSR1 ask for an end: a function that gives the signal's number, 0 while nobody has asked. Ranks
     are asked by their launcher, through a file in the run's `folder`; a signal alone ends a rank, and a second one any
     process."""
@@ -550,7 +552,7 @@ def _end_unless(asked, seconds=10):
 @dataclass
 class SaveTimes:
     "When a run saves on its way: after so many minutes, and where any of its ranks was asked to end."
-    asked: object          # function that gives the signal's number, see told_to_end
+    asked: object          # function that gives the signal's number, see watch_signals
     minutes: float = 0.    # between two checkpoints; 0: only where an end is asked for
     ranks: Ranks = Ranks()
     last: float = field(default_factory=time.monotonic)     # when it saved
@@ -570,6 +572,53 @@ class SaveTimes:
             'same command goes on')
         self.ranks.wait()
         sys.exit(0 if is_rank() else 128 + self.signal)              # of ranks the launcher knows it
+
+# %% ../nbs/machinery/03_launch.ipynb #end041
+def save_point(log, step, learner, write, keep, ranks=Ranks(), name=None):
+    """Save a learner, and what `write(folder)` puts beside it, as a whole (`save_checkpoint`): all ranks write into the
+    folder that the first one makes. Raises OSError where there is no room."""
+    def fill(folder):
+        with saving(log.folder/'checkpoints'/f'step-{step:06d}'):
+            learner.save(ranks.once(lambda: str(folder)))
+            ranks.wait()
+            if ranks.first: write(Path(folder))
+    with log.timed('checkpoint'):
+        if ranks.first: save_checkpoint(log.folder, step, fill, keep, name, learner.lighten)
+        else: fill(None)
+
+# %% ../nbs/machinery/03_launch.ipynb #t6316
+def write_groups(path, groups, **about):
+    "Write groups into a file, as a whole: a line of what they are, then a line for each."
+    def write(part):
+        with gzip.open(part, 'wt', encoding='utf-8', compresslevel=1) as file:
+            for row in (about, *map(to_json, groups)): file.write(json.dumps(row) + '\n')
+    atomic_write(path, write)
+
+def read_groups(path):
+    "Read what `write_groups` wrote: (list of Group, dict). Raises ValueError on a file that is damaged."
+    with BoundedGzip.whole(path, 'remove its folder, and resume=True goes on from what was before') as file:
+        about, *rows = (json.loads(line) for line in file)
+    return list(map(group_from_json, rows)), about
+
+def play_parts(
+    folder,     # in which parts are kept; whoever keeps the whole removes it
+    parts,      # list of lists of questions
+    play,       # function of a part and its number, gives a list of Group on every rank
+    times,      # SaveTimes
+    say=print,  # function called with a line of text where an end was asked for
+):
+    """Play part by part: list of Group. What was interrupted goes on behind the parts that are there; asked to end, it
+    leaves after a part (SystemExit)."""
+    out, ranks = [], times.ranks
+    for i, part in enumerate(parts):
+        path = Path(folder)/f'{i:06d}.jsonl.gz'
+        if ranks.once(path.exists): groups = read_groups(path)[0]
+        else:
+            groups = play(part, i)
+            ranks.once(lambda: (path.parent.mkdir(parents=True, exist_ok=True), write_groups(path, groups)) and None)
+            if times.due(): times.saved(f'part {i + 1} of {len(parts)} was played', say)
+        out += groups
+    return out
 
 # %% ../nbs/machinery/03_launch.ipynb #end035
 _BEATS, _PATIENCE = '.beats', 240     # folder in a run's, with a file for each rank; seconds without a change
@@ -639,7 +688,7 @@ class _Hosts:
         if not self.met and re.search('Rendezvous(Timeout|Connection)Error', text):
             own = (f'{self.count} hosts did not all come within {_WAIT} s: is the same command given on each, and can '
                    f'the endpoint be reached? The whole output is in {self.folder/file}')
-        self.tell(own, bool(_killed(text)))
+        self.tell(own, bool(_find_killed(text)))
         while self.met and len(self.words()) < self.count and not self.lost(15) and time.monotonic() < until:
             time.sleep(.2)
         first = failure(self.folder, text, file) if _notes(self.folder) else self.words()[0]
@@ -654,7 +703,7 @@ def launch(
     grace=60,         # seconds that the ranks have to end once the result is there
     environment=None, # dict, variables besides those of this process
     hosts=1,          # that meet, each of which starts its own ranks and writes ranks-HOST-PROCESS.log
-    saves=0,          # seconds that ranks have to save, by told_to_end, when this process is told to end; 0: they cannot
+    saves=0,          # seconds that ranks have to save, by watch_signals, when this process is told to end; 0: they cannot
 ):
     """Run ranks to their end, passing on their progress. Raises LaunchError, saying why, if they leave no new result;
     SystemExit where they saved and ended because they were told to."""
@@ -664,7 +713,7 @@ def launch(
     over, file = lambda: stamp() not in (None, before), f'ranks{hosts.name}.log'
     _clear(folder, hosts.name, hosts.sitting)
     try:
-        with told_to_end(folder) if saves else _sigterm_interrupts() as asked:
+        with watch_signals(folder) if saves else _sigterm_interrupts() as asked:
             while True:
                 text, code = _follow(command, folder/file, say, over, grace, environment, hosts,
                                      saves and (saves, asked))
@@ -747,7 +796,7 @@ def on_ranks(
     hold,           # function of the settings → Hold of the run's folder, for a `with` block; refuses a folder that cannot be used
     over=False,     # whether the run is over already, so that no ranks are needed to show it
     restarts=0,     # how often ranks that end without a new checkpoint are started again, one time after the other
-    saves=0,        # seconds that ranks have to save, by told_to_end; 0: they cannot
+    saves=0,        # seconds that ranks have to save, by watch_signals; 0: they cannot
 ):
     "Do a run's work on its ranks. Returns what `work` does, or the run's folder. Raises LaunchError."
     if is_rank():

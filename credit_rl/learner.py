@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['CRITICS', 'MOST_REFUSED', 'Optimiser', 'deal', 'Critic', 'make_critic', 'Scorer', 'parameter_groups', 'AdamWByLoss',
-           'make_adamw', 'update_tensors', 'check_offload', 'FrozenModels', 'brought', 'seeded', 'BadStep', 'only_data',
-           'PlainBackend', 'micro_batches', 'Learner', 'saved_policy', 'saved_critic']
+           'make_adamw', 'update_tensors', 'check_offload', 'FrozenModels', 'on_device', 'seed_draws', 'BadStep',
+           'only_data', 'PlainBackend', 'micro_batches', 'Learner', 'saved_policy', 'saved_critic']
 
 # %% ../nbs/4_learning/52_learner.ipynb #c002
 import contextlib, copy, errno, math, os, pickle, sys
@@ -18,7 +18,7 @@ from .engine import attention_window, seed_of
 from .layout import HeadPieces, hidden_states, loss_weights, rows_of, take, token_logps
 from .llds import likelihood_falls
 from .losses import kl, policy_terms, value_loss, weighted_sum
-from .parts import Credit, Loss, Measured, first_tokens
+from .parts import Credit, Loss, Measured, Needs, first_tokens
 from .scoring import acting_states, answer_logps, batch_logps, joint_logps, takes_tree_mask
 from .trees import deal_nodes, tree_of
 
@@ -80,7 +80,7 @@ def deal(
     return micro
 
 # %% ../nbs/4_learning/52_learner.ipynb #c012
-def _needed(advantages, layout, loss, critic=False):
+def _find_needed(advantages, layout, loss, critic=False):
     """Trajectories (n,) whose tokens can move the weights: all with a further term or a critic, else those with
     an advantage that is not 0."""
     if loss.kl or loss.entropy or loss.llds or critic: return torch.arange(len(layout.groups))
@@ -332,7 +332,7 @@ class FrozenModels:
 
 # %% ../nbs/4_learning/52_learner.ipynb #h80bc
 @contextlib.contextmanager
-def _unadapted(model):  # Hugging Face causal model with low-rank additions (peft)
+def _show_base(model):  # Hugging Face causal model with low-rank additions (peft)
     "The model without its additions, for a while. Raises ValueError on one that has none."
     from peft.tuners.tuners_utils import BaseTunerLayer
     layers = [m for m in model.modules() if isinstance(m, BaseTunerLayer)]
@@ -345,7 +345,7 @@ def _unadapted(model):  # Hugging Face causal model with low-rank additions (pef
         for layer in layers: layer.enable_adapters(True)
 
 @contextlib.contextmanager
-def brought(module, device):
+def on_device(module, device):
     "A module whose weights lie in the host's memory, on a device for a while. What lies in the host stays there."
     lying = [(x, x.data) for x in (*module.parameters(), *module.buffers())]
     for x, host in lying: x.data = host.to(device)
@@ -355,7 +355,7 @@ def brought(module, device):
 
 # %% ../nbs/4_learning/52_learner.ipynb #h4aa2
 @contextlib.contextmanager
-def seeded(seed):
+def seed_draws(seed):
     "Draw what torch draws at random from a seed, whatever was drawn before; afterwards go on as if nothing had been."
     with torch.random.fork_rng([torch.cuda.current_device()] if torch.cuda.is_available() else []):
         torch.manual_seed(seed)
@@ -481,7 +481,7 @@ class PlainBackend:
 
     def bring(self, module):
         "Have an offloaded module on the device, for a while."
-        return brought(module, self.device)
+        return on_device(module, self.device)
 
     def backward(self, loss, last):
         "Add a micro-batch's gradient; `last` is True for the last one before the update."
@@ -544,8 +544,6 @@ class PlainBackend:
         return state
 
 # %% ../nbs/4_learning/52_learner.ipynb #n52help
-_SEES = ('logp', 'entropy', 'values', 'gold', 'teacher', 'ref_logp')  # what evaluate can find out, in the order it does
-
 def _padded_tokens(layout):
     "Count the padded tokens of each trajectory, its rows times its longest row: list of N ints."
     n = len(layout.groups)
@@ -575,7 +573,7 @@ def _frozen_scorer(model, policy):
     "The `Scorer` of a model that is only read, the policy's own for 'base'; None where there is none."
     if model is None: return None
     if model == 'base':
-        with _unadapted(policy.model): return policy
+        with _show_base(policy.model): return policy
     return Scorer(model.eval().requires_grad_(False), policy.temperature, pieces=policy.pieces)
 
 # %% ../nbs/4_learning/52_learner.ipynb #c022
@@ -614,13 +612,11 @@ class Learner:
     def evaluate(
         self,
         layout,
-        # of _SEES: log-probabilities and entropies, the critic's values, gold answers by the policy and by the teacher,
-        # the reference's log-probabilities
-        sees=('logp',),
-        golds=None,      # dict 'gold' or 'teacher' → list of N lists of AnswerTemplate (gold_templates)
-        ends=False,      # True: score gold answers after the last turn too
+        needs=Needs(logp=True),
+        golds=None,              # dict 'gold' or 'teacher' → list of N lists of AnswerTemplate (gold_templates)
     ):
         "What models say of a layout before the update: `Measured`. Raises ValueError on what this learner cannot see."
+        sees = needs.forwards
         self._check(sees, golds or {})
         self.scorer.eval()
         self.passes, out, budget = Counter(), {}, 4 * self.optimiser.row_tokens
@@ -628,7 +624,7 @@ class Learner:
         plain = [name for name in ('logp', 'entropy', 'values') if name in sees]
         joint = 'gold' in sees and 'logp' in sees and 'values' not in sees        # one forward for both
         if joint: plain.remove('logp')
-        states = layout.states if ends else acting_states(layout.states, layout.turn_mask)
+        states = layout.states if needs.ends else acting_states(layout.states, layout.turn_mask)
         if plain:
             own = self.critic is not None and self.critic.model is not None
             if plain != ['values'] or not own: self.passes['policy'] += 1
@@ -658,7 +654,7 @@ class Learner:
             order = torch.randperm(len(layout.groups), generator=self.generator)
             for part in order.tensor_split(min(self.optimiser.minibatches, len(order))):    # few groups may be kept
                 sub, tensors = update_tensors(layout, sorted(part.tolist()), seen, credit, self.loss, self.critic)
-                with seeded(seed_of('update', self.seed, self.updates, self.backend.rank)), _culprits(part):
+                with seed_draws(seed_of('update', self.seed, self.updates, self.backend.rank)), _culprits(part):
                     log = self._minibatch(sub, tensors)
                 if log: logs.append(log)
         self.scorer.eval()
@@ -704,7 +700,7 @@ class Learner:
     def lighten(self, folder, light):
         "Write the weights alone of what `save` wrote, as narrow as the learner's, into another folder, by one rank."
         kinds = {name: p.dtype for name, p in self.scorer.named_parameters()}
-        named = {name: w.to(kinds.get(name, w.dtype)) for name, w in _saved(folder).items()}
+        named = {name: w.to(kinds.get(name, w.dtype)) for name, w in _read_saved(folder).items()}
         torch.save(named, os.path.join(light, _LIGHT))
 
     def restore_policy(self, folder):
@@ -714,8 +710,6 @@ class Learner:
 
     def _check(self, sees, golds):
         "Refuse to look for what this learner has no model for."
-        if unknown := set(sees) - set(_SEES):
-            raise ValueError(f'a learner sees {", ".join(_SEES)}, not {sorted(unknown)}')
         lacks = {'ref_logp': self.reference is None and 'reference: give it one, or set a KL weight',
                  'values': self.critic is None and 'critic: give it one (make_critic)',
                  'teacher': self.teacher is None and self.teacher_every != 1 and
@@ -730,7 +724,7 @@ class Learner:
         "What the forwards of 'policy', 'reference' or 'teacher' go through, made ready for them."
         module = self.modules[who]
         with contextlib.ExitStack() as ready:
-            if who != 'policy' and module is self.modules['policy']: ready.enter_context(_unadapted(self.scorer.model))
+            if who != 'policy' and module is self.modules['policy']: ready.enter_context(_show_base(self.scorer.model))
             elif who in self.frozen.offload: ready.enter_context(self.backend.bring(module))
             yield module
 
@@ -760,7 +754,7 @@ class Learner:
         log = {}
         for name, clip in self.optimiser.losses(self.critic).items():
             valued = self.critic is not None and name != 'policy'
-            chosen = _needed(tensors['advantages'], layout, self.loss, valued)
+            chosen = _find_needed(tensors['advantages'], layout, self.loss, valued)
             if len(chosen): log |= self._descend(name, clip, layout, tensors, chosen)
         self.updates += bool(log)
         return log
@@ -786,13 +780,13 @@ class Learner:
         groups = [group for adamw in backend.optimisers for group in adamw.param_groups]
         for group, rates in zip(groups, self.rates, strict=True): group['lr'] = share * rates.get(name, 0.)
         norm = backend.update(clip)
-        if not math.isfinite(norm): return self._refused(name, norm, sums)
+        if not math.isfinite(norm): return self._refuse_update(name, norm, sums)
         self.refused[name] = 0
         if name == 'critic': return {'value_loss': sums['value_loss'], 'critic_grad_norm': norm}
         tokens, whole = sums.pop('tokens'), {k: sums.pop(k) for k in ('loss', 'value_loss') if k in sums}
         return {**whole, **{k: v / tokens for k, v in sums.items()}, 'grad_norm': norm}
 
-    def _refused(self, name, norm, sums):
+    def _refuse_update(self, name, norm, sums):
         "The log of an update that was not taken; raises BadStep unless such are to be skipped, and where most were."
         self.refused[name] += 1
         if self.optimiser.on_bad_step == 'skip' and self.refused[name] < MOST_REFUSED: return {'bad': name}
@@ -803,7 +797,7 @@ class Learner:
                       'on_bad_step=skip')
 
 # %% ../nbs/4_learning/52_learner.ipynb #c061
-def _saved(folder):
+def _read_saved(folder):
     "The weights of a scorer in what a learner's `save` wrote, or `lighten` left of it, by name."
     plain, light, pieces = (os.path.join(folder, name) for name in ('learner.pt', _LIGHT, 'deepspeed'))
     if os.path.exists(light):
@@ -830,7 +824,7 @@ def _saved(folder):
 
 def _part(folder, part):
     "Those of a part, 'model' or 'critic', by name within it."
-    return {n.removeprefix(f'{part}.'): w for n, w in _saved(folder).items() if n.startswith(f'{part}.')}
+    return {n.removeprefix(f'{part}.'): w for n, w in _read_saved(folder).items() if n.startswith(f'{part}.')}
 
 def saved_policy(folder):
     """The policy's weights in what a learner's `save` wrote, by whichever backend: {Hugging Face's name: tensor}.

@@ -59,13 +59,13 @@ def _bare(text):
     text = to_nfc(text).lower()
     return ' '.join((drop_punctuation(text).strip() or text).split())
 
-def _compared(prediction, golds):
+def _pair_up(prediction, golds):
     "Pairs of the prediction and a gold as exact match and F1 compare them; blank golds are left out."
     prediction, golds = _check(prediction, golds)
     said = normalize(prediction)
     return [(said, g) if (g := normalize(gold)) else (_bare(prediction), _bare(gold)) for gold in golds if gold.strip()]
 
-def _normalized(prediction, golds):
+def _normalize_pair(prediction, golds):
     "Normalise both; golds that become empty are left out."
     prediction, golds = _check(prediction, golds)
     return normalize(prediction), [g for g in map(normalize, golds) if g]
@@ -81,7 +81,7 @@ def exact_match(
     prediction: str, or None
     golds: list of str
     """
-    return float(any(said == gold for said, gold in _compared(prediction, golds)))
+    return float(any(said == gold for said, gold in _pair_up(prediction, golds)))
 
 # %% ../nbs/2_environment/11_metrics.ipynb #c018
 def search_r1_answer(
@@ -110,7 +110,7 @@ def cover_match(
     whole_words=False,  # True: the gold's words in a row, not just its characters
 ):
     "Return 1.0 if any normalised gold is contained in the normalised prediction, else 0.0."
-    prediction, golds = _normalized(prediction, golds)
+    prediction, golds = _normalize_pair(prediction, golds)
     if whole_words: return float(any(f' {g} ' in f' {prediction} ' for g in golds))
     return float(any(g in prediction for g in golds))
 
@@ -120,7 +120,7 @@ def carl_match(
     golds,       # list of str
 ):
     "Return 1.0 on exact match, or if a gold of several words is contained in the prediction (CARL, evaluation)."
-    prediction, golds = _normalized(prediction, golds)
+    prediction, golds = _normalize_pair(prediction, golds)
     return float(any(g == prediction or (' ' in g and g in prediction) for g in golds))
 
 # %% ../nbs/2_environment/11_metrics.ipynb #c029
@@ -134,7 +134,7 @@ def f1(
     golds: list of str
     """
     def score(said, gold): return 2 * (said & gold).total() / (said.total() + gold.total())
-    return max((score(Counter(said.split()), Counter(gold.split())) for said, gold in _compared(prediction, golds)),
+    return max((score(Counter(said.split()), Counter(gold.split())) for said, gold in _pair_up(prediction, golds)),
                default=0.0)
 
 # %% ../nbs/2_environment/11_metrics.ipynb #c035
@@ -161,7 +161,7 @@ def short_bleu(
     smooth=False,  # True: add one to numerator and denominator of p_2, p_3, p_4
 ):
     "Return short-form BLEU against the best gold, in [0, 1], on normalised words (PRS eqs. 10-12)."
-    prediction, golds = _normalized(prediction, golds)
+    prediction, golds = _normalize_pair(prediction, golds)
     return max((_bleu(prediction.split(), g.split(), smooth) for g in golds), default=0.0)
 
 # %% ../nbs/2_environment/11_metrics.ipynb #c043
@@ -182,7 +182,7 @@ _WRAPPED = re.compile(r'\\(?:text(?:bf|it|rm|tt|sf|sc|sl|up|md|normal)?|math(?:r
 _FRACTION = re.compile(r'(?<![\d.,])(\d+)?\s*\\[dtc]?frac\s*(?:\{\s*([-+]?[\d.,]+)\s*\}|(\d))\s*'
                        r'(?:\{\s*([\d.,]+)\s*\}|(\d))(?![\d.,]*\d)')
 
-def _divided(m):
+def _divide(m):
     r"The value of `\frac{1}{2}`, and of a mixed number such as `1\frac{1}{2}`; what is no number stays as it is."
     try:
         above, below = (float((a or b).replace(',', '')) for a, b in ((m[2], m[3]), (m[4], m[5])))
@@ -194,11 +194,11 @@ def _divided(m):
 def _without_latex(text):
     r"Take LaTeX's wrapping off a number: `\$`, `\%`, `{,}`, thin spaces, `\text{…}`, `\left(`, fractions."
     text = re.sub(r'\\(?:left|right)(?=[()\[\]])', '', _WRAPPED.sub(lambda m: f' {m[1] or m[2] or ""} ', text))
-    text = re.sub(r'\\(?:[dtc]?frac|sqrt)', ' 0 0 ', _FRACTION.sub(_divided, text))     # of another formula: no number
+    text = re.sub(r'\\(?:[dtc]?frac|sqrt)', ' 0 0 ', _FRACTION.sub(_divide, text))     # of another formula: no number
     return re.sub(r'\\([$%])', r'\1', re.sub(r'\{,\}|(?<=\d)\\[,!](?=\d{3})', ',', text)).replace('\\,', ' ')
 
 # %% ../nbs/2_environment/11_metrics.ipynb #w1102
-def _unwrapped(m):
+def _unwrap(m):
     r"The inside of a wrapper, and a blank between it and a digit outside: `5\text{km}` is 5 km."
     digit = lambda char: ' ' if char.isdigit() else ''
     inside = m[1] if m[1] is not None else m[2]
@@ -208,7 +208,7 @@ def plain_latex(text):
     r"""Take LaTeX's markup off words: `\text{Paris}` is Paris, and so with \textbf, \texttt, \mathit, \underline, \emph
     and their like, one inside another too; `~` and `\ ` are blanks, `\$` is $ (CARL, whose answers stand in a box).
     Formulas stay: str."""
-    while (inner := _WRAPPED.sub(_unwrapped, text)) != text: text = inner
+    while (inner := _WRAPPED.sub(_unwrap, text)) != text: text = inner
     text = re.sub(r'(?<=\d)\\[,!](?=\d{3})', ',', text)                      # 1\,234 is one number
     text = re.sub(r'(?<!\\)(?:\\[ ,;:]|\\q?quad\b|~)', ' ', text)             # but not behind a backslash that is escaped
     return re.sub(r'(?<!\\)\\(?:!|([$%&#_]))', r'\1', text)

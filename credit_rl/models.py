@@ -146,14 +146,14 @@ def end_ids(
     own = [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
     return {i for i in [*own, tokenizer.eos_token_id] if i is not None}
 
-def _fixed(template, options):
+def _fix_options(template, options):
     "A chat template (jinja) in which its variables have the values of `options`, a day for strftime_now included."
     if day := options.get('strftime_now'):
         said = lambda call: repr(datetime.date.fromisoformat(str(day)).strftime(call[2]))
         template = re.sub(r'strftime_now\(\s*(["\'])(.*?)\1\s*\)', said, template)
     return ''.join(f'{{%- set {n} = {v!r} -%}}\n' for n, v in options.items() if n != 'strftime_now') + template
 
-def _left_out(model):  # Hugging Face causal model
+def _unwritten_settings(model):  # Hugging Face causal model
     "What `write_model` does not write of a model's settings of generation: dict, without the ids and what is as usual."
     kept = ('bos_token_id', 'eos_token_id', 'pad_token_id', 'transformers_version', 'use_cache')
     found = model.generation_config.to_diff_dict() if model.generation_config else {}
@@ -171,7 +171,7 @@ def write_model(
     """Write a Hugging Face folder that stops elsewhere where it stops here: what of the model's settings of generation
     was left out, dict. Raises ValueError on what transformers does not save."""
     from transformers import GenerationConfig
-    before, own, left = tokenizer.chat_template, model.generation_config, _left_out(model)
+    before, own, left = tokenizer.chat_template, model.generation_config, _unwritten_settings(model)
     ends = end_ids(own.eos_token_id if own else None, tokenizer) | {i for i in [chat and chat.end_id] if i is not None}
     pads = [i for i in (own and own.pad_token_id, tokenizer.pad_token_id) if i is not None and i >= 0]
     model.generation_config = GenerationConfig(
@@ -179,7 +179,7 @@ def write_model(
         eos_token_id=sorted(ends) if len(ends) > 1 else min(ends, default=None))
     try:
         if chat and (chat.template or chat.options):
-            texts, fixed = chat.template or before, lambda text: _fixed(text, chat.options)
+            texts, fixed = chat.template or before, lambda text: _fix_options(text, chat.options)
             many = isinstance(texts, dict)
             tokenizer.chat_template = {n: fixed(t) for n, t in texts.items()} if many else fixed(texts)
         model.save_pretrained(folder, state_dict=weights)

@@ -268,7 +268,7 @@ def _alpha(o):
         raise ValueError('alpha: pilot is chosen by a training run, from its first steps; give a number here')
     return o['alpha']
 
-def _moved(state, sizes):
+def _move_state(state, sizes):
     "A controller's or pilot's state after a step of shaping rewards of sizes (n,); unmoved where nothing was measured."
     controller = AlphaPilot(**state) if 'steps' in state else AlphaController(**state)
     if len(sizes): controller.update(sizes if 'steps' in state else sizes.mean().item())
@@ -294,7 +294,7 @@ def _shaping_part(name, equation, paper, pays, more, ends=lambda o: False, **abo
         name, equation, paper, model=model, options=options | more, check=_check_options,
         needs=lambda o: Needs(teacher=Golds(o['schema'], o['golds']), ends=ends(o)),
         keeps=Keeps(_controller, lambda o, state: {**o, 'alpha': state['alpha']},
-                    lambda o, state, rewards, layout: _moved(state, sizes(rewards, layout, o))),
+                    lambda o, state, rewards, layout: _move_state(state, sizes(rewards, layout, o))),
         metrics=lambda batch, o: {'alpha': _alpha(o),
                                   'mean_abs_shaping': sizes(batch.rewards, batch.layout, o).mean().item()},
         logs={'alpha': 'weight of the shaping rewards in force, in units of reward per nat',

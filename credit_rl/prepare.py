@@ -17,7 +17,8 @@ from .dry_run import is_large, no_gpu, rank_tflops
 from .engine import seed_of
 from .estimate import Load, describe, memory, read_sizes, step_seconds
 from .environment import as_played, open_search
-from .launch import LaunchError, SaveTimes, is_rank, on_ranks, set_torch, speak, told_to_end
+from .launch import (LaunchError, SaveTimes, is_rank, on_ranks, play_parts, save_point, set_torch, speak,
+                              watch_signals)
 from .layout import pack
 from .learner import BadStep, FrozenModels, only_data
 from .losses import kl
@@ -27,16 +28,17 @@ from .options import flat, options_in, setting
 from .outcome import outcome_rewards
 from .parameters import (by_group, error_line, from_settings, make_parser, notebook_settings,
                                   read_settings)
+from .parts import Needs
 from .protocol import PROTOCOLS, prompt_hash
-from .runlog import RunLog, latest_checkpoint, read_json, read_metrics, read_params, stored_folders
+from .runlog import (MAY_CHANGE, RunLog, SilentLog, check_same_params, hold_run, latest_checkpoint, read_json,
+                              read_metrics, read_params, stored_folders)
 from .settings import Config, check, data_sets, tree_notes
 from .setup import (Examiner, bound_method, examine, make_backend, make_engine, make_setup, origin_of, plan_of, players,
                              real_questions, real_search, start_critic)
-from .train import (MAY_CHANGE, SilentLog, check_same_params, end_interrupted, held, keeping_bad, play_parts,
-                             save_point)
+from .train import end_interrupted, keeping_bad
 from .vllm_engine import EngineLost
 from .warmup import (GATE, Collection, CollectionPlan, Examination, GateFailed, Missing, Sampler, WarmUp,
-                              collect, critic_learner, make_pairs, pool_tiers, prompted, read_collected, report_from, searching, warm_up,
+                              collect, critic_learner, make_pairs, pool_tiers, with_prompt, read_collected, report_from, searching, warm_up,
                               write_warmed)
 
 # %% ../nbs/5_run/65_prepare.ipynb #c005
@@ -134,11 +136,11 @@ def _pooled_tiers(how, env, questions, model):
                          'the command that made it goes on with more (its split, its number of questions)')
     return torch.tensor([found[q.source, q.id] for q in questions])
 
-def _gathered(path, player, env, questions, how, other, embed, say, model):
+def _gather(path, player, env, questions, how, other, embed, say, model):
     """Rollouts to teach or to examine on, collected by all ranks as `how` and `other` say, or read from the file where
     they were kept: `WarmupRollouts`."""
     if not player.ranks.once(path.exists):
-        known = how.pool and player.ranks.once(lambda: _pooled_tiers(how, prompted(env, 'direct'), questions, model))
+        known = how.pool and player.ranks.once(lambda: _pooled_tiers(how, with_prompt(env, 'direct'), questions, model))
         found = collect(player, env, questions, how, other, _embedder(embed), say, known)
         player.ranks.once(lambda: found.save(path))
         player.ranks.once(lambda: shutil.rmtree(path.with_name('played'), ignore_errors=True))
@@ -150,7 +152,7 @@ def _drift(
     layout,  # Layout of the base's own rollouts
 ):
     "Mean k1 estimate of KL(base ‖ policy) per token, nats, over rollouts of the base."
-    seen, trained = learner.evaluate(layout, ('logp', 'ref_logp')), layout.trained
+    seen, trained = learner.evaluate(layout, Needs(logp=True, ref_logp=True)), layout.trained
     return kl(seen.ref_logp, seen.logp, 'k1', trained)[trained].mean().item()
 
 # %% ../nbs/5_run/65_prepare.ipynb #c014
@@ -171,7 +173,7 @@ def _summary(c, history, exam, learner):
         'drift': _drift(learner, pack(chosen[:64])), 'questions': {str(t): int((tiers == t).sum()) for t in (1, 2)}}
 
 # %% ../nbs/5_run/65_prepare.ipynb #c015
-def _finished_warming(
+def _warmup_over(
     c,  # Warming
 ):
     """The summary of a warm-up that is resumed and over (it passed, or took all its steps), None if there is more to
@@ -229,27 +231,28 @@ def prepare(
         if c.other_corpus: open_search(data_sets(c)[0], c.path, c.other_corpus)
         return examine(c, say, Examiner(check_warming, _weigh, _forecast))
     check_warming(c)
-    over = _finished_warming(c) is not None
+    over = _warmup_over(c) is not None
     if not (over or is_rank()):
         if c.model != 'tiny': find_model(c.model)
         for line in [*_forecast(c), *no_gpu(c, c.model)] if is_large(c.model) else (): say(line)
     return on_ranks('credit_rl.prepare', c, say, lambda ranks: _prepare(c, say, ranks),
-                    lambda s: held(s, (*MAY_CHANGE, 'warm_steps')), over, c.checkpoints.restarts, c.checkpoints.grace)
+                    lambda s: hold_run(s, (*MAY_CHANGE, 'warm_steps')), over, c.checkpoints.restarts,
+                    c.checkpoints.grace)
 
 # %% ../nbs/5_run/65_prepare.ipynb #c019
 def _prepare(c, say, ranks):
     "The warm-up, or this rank's part of it."
     say = say if ranks.first else lambda line: None
-    if _finished_warming(c):
+    if _warmup_over(c):
         check_same_params(c)
         say(f'{c.run} is only shown again: its warm-up is over')
         return Path(c.run)
     set_torch(c.torch.threads, c.torch.tf32)
-    with told_to_end(c.run) as asked, RunLog(c.run, c.resume, c.trackers) if ranks.first else SilentLog(c.run) as log:
-        return _warmed(c, log, SaveTimes(asked, c.checkpoints.minutes, ranks), say)
+    with watch_signals(c.run) as asked, RunLog(c.run, c.resume, c.trackers) if ranks.first else SilentLog(c.run) as log:
+        return _warm_folder(c, log, SaveTimes(asked, c.checkpoints.minutes, ranks), say)
 
 # %% ../nbs/5_run/65_prepare.ipynb #sp654
-def _warmed(c, log, times, say):
+def _warm_folder(c, log, times, say):
     "Warm up into a run folder that this process holds, which gets its parameters. Returns it."
     ranks = times.ranks
     real = None if c.data == 'tiny' else (real_questions(c, c.seed), real_search(c, c.protocol))
@@ -266,7 +269,7 @@ def _warmed(c, log, times, say):
     try:
         for part, most in (('train', c.sorted_questions), ('dev', None))[c.collected == 'cold':]:
             env, path = stage.environments[part], log.folder/f'rollouts-{part}.jsonl.gz'
-            data[part] = _gathered(path, player, env, subsample(stage.questions[part], most or len(stage.questions[part]), c.seed),
+            data[part] = _gather(path, player, env, subsample(stage.questions[part], most or len(stage.questions[part]), c.seed),
                                    _collecting(c, metric, part), _elsewhere(c, env), c.embed,
                                    lambda line: say(f'{part}: {line}'), c.model)
     finally:

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['ANSWER_STOPS', 'CALL_STOPS', 'CHATML', 'PLAIN', 'TEMPLATES', 'TOOL_PROMPT', 'CARL_PROMPTS', 'TOOLS', 'PROTOCOLS',
-           'WORDS', 'Protocol', 'Action', 'calls_in', 'boxed', 'last_answer', 'stops_short', 'parse', 'read_context',
-           'reaches', 'byte_tokenizer', 'Encoder', 'Pieces', 'Chat', 'check_tokenizer', 'without_search', 'worded',
+           'WORDS', 'Protocol', 'Action', 'calls_in', 'find_box', 'last_answer', 'stops_short', 'parse', 'read_context',
+           'reaches', 'byte_tokenizer', 'Encoder', 'Pieces', 'Chat', 'check_tokenizer', 'without_search', 'reword',
            'prompt_hash', 'read_protocol', 'get_protocol']
 
 # %% ../nbs/2_environment/14_protocol.ipynb #c002
@@ -129,7 +129,7 @@ def _read_call(text, protocol):
     return {'name': name, 'queries': queries}
 
 # %% ../nbs/2_environment/14_protocol.ipynb #c0102
-def _spoken(protocol, text):
+def _strip_thoughts(protocol, text):
     "A message without the thoughts that it closes, in which nothing is called."
     tag = '|'.join(map(re.escape, filter(None, {protocol.think_tag, 'think'})))
     return re.sub(rf'(?:\A|<(?:{tag})>)(?:(?!</?(?:{tag})>).)*</(?:{tag})>', '', text, flags=re.S)
@@ -139,7 +139,7 @@ def calls_in(protocol, text):
     opened behind the last and not closed. Thoughts that are closed hold none."""
     tag, calls, rest = re.escape(protocol.call_tag), [], 0
     if protocol.call_style in ('none', 'code'): return []
-    spoken = _spoken(protocol, text)
+    spoken = _strip_thoughts(protocol, text)
     for found in re.finditer(rf'<{tag}>((?:(?!</?{tag}>).)*)</{tag}>', spoken, re.S):
         rest = found.end()
         try: calls.append(Action(call=_read_call(found[1].strip(), protocol)))
@@ -160,7 +160,7 @@ def _one_action(calls):
     return Action(call={'name': names[0], 'queries': [q for a in calls for q in a.call['queries']]})
 
 # %% ../nbs/2_environment/14_protocol.ipynb #c013
-def boxed(text):
+def find_box(text):
     r"Find the content of the balanced `\boxed{…}` that opens last in `text`, without LaTeX around words, or None."
     opened, best = [], None
     for m in re.finditer(r'\\boxed\s*\{|\\.|[{}]', text, re.S):
@@ -176,7 +176,7 @@ def last_answer(
     text,      # str, one message of the MODEL
 ):
     "Find the last well-formed answer in a message: str without outer blanks; None if there is none, or it is empty."
-    if protocol.answer_tag is None: return boxed(text)
+    if protocol.answer_tag is None: return find_box(text)
     tag = re.escape(protocol.answer_tag)
     return (re.findall(rf'<{tag}>((?:(?!</?{tag}>).)*)</{tag}>', text, re.S) or [''])[-1].strip() or None
 
@@ -225,7 +225,7 @@ def parse(protocol, text):
     "Read one turn's text as an `Action`."
     if protocol.call_style == 'code': return _parse_code(protocol, text)
     theirs = '|'.join(map(re.escape, filter(None, {protocol.response_tag, 'tool_response'})))
-    if faked := re.search(f'</?(?:{theirs})>', _spoken(protocol, text)):
+    if faked := re.search(f'</?(?:{theirs})>', _strip_thoughts(protocol, text)):
         return Action(error=f'the message holds {faked[0]}, which only the answer of a tool does')
     if calls := calls_in(protocol, text): return _one_action(calls)
     tag = protocol.answer_tag
@@ -780,7 +780,7 @@ def _need_placeholders(what, text, needed, known):
         if not any(w in text for w in words):
             raise ValueError(f'{what} must hold {" or ".join(words)}, and does not')
 
-def _dated(protocol, today):
+def _put_date(protocol, today):
     "A protocol whose texts say a day where they hold {today}. Raises ValueError where they do and there is none."
     texts = {n: text for n in ('system', 'user', 'tool_text') if '{today}' in (text := getattr(protocol, n) or '')}
     if texts and today is None:
@@ -796,10 +796,10 @@ def _read_prompt(name, path):
     return text
 
 # %% ../nbs/2_environment/14_protocol.ipynb #w003
-# settings of a run: arguments of `worded`
+# settings of a run: arguments of `reword`
 WORDS = ('system_prompt', 'user_prompt', 'tool_prompt', 'today', 'answer_stop', 'call_stop')
 
-def worded(
+def reword(
     protocol,             # Protocol
     system_prompt=None,   # file of the system message; None: the protocol's own, and so with the others
     user_prompt=None,     # file of the user message
@@ -834,7 +834,7 @@ def worded(
         new['tool_text'] = _read_prompt('tool_prompt', tool_prompt)
         needed = [['{tag}', f'<{protocol.call_tag}>'], *(['{tools}', name] for name in protocol.tool_names)]
         _need_placeholders(f'tool_prompt {str(tool_prompt)!r}', new['tool_text'], needed, ['tools', 'tag', 'today'])
-    return _dated(replace(protocol, **new), today)
+    return _put_date(replace(protocol, **new), today)
 
 # %% ../nbs/2_environment/14_protocol.ipynb #w007
 def prompt_hash(

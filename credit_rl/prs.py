@@ -378,7 +378,7 @@ def _check_settings(o):
                          'that has all three, such as prs or tspo, or name them with the option tags')
 
 # %% ../nbs/1_rules/34_prs.ipynb #p0023
-def _staged(groups, rewards, o):
+def _stage_rewards(groups, rewards, o):
     "PRS's rewards by a method's options, (N,), its stages, and the grade of answers whose calls parse: dict of (N,)."
     rewards, stages = prs_rewards(groups, o['form'], make_judge(o['judge']), o['executed'], o['smooth'],
                                   tuple(o['tags']), _asks(o), o['opening'])
@@ -399,7 +399,7 @@ def _stage_means(batch, o):
     return {name: stage.nanmean().item() for name, stage in stages.items()}
 
 # %% ../nbs/1_rules/34_prs.ipynb #p0023s6
-def _judged(groups, rewards, o):
+def _judge_answers(groups, rewards, o):
     "The judge's verdict on each answer, 0 where there is none: (N,), NaN where a verdict is missing."
     trajectories = [t for g in groups for t in g.trajectories]
     said = [int(t.answer is not None) for t in trajectories]
@@ -423,7 +423,7 @@ _JUDGE = {'judge': Option(None, 'settings of the judge: base_url, model, key_fro
 # %% ../nbs/1_rules/34_prs.ipynb #p0023s7
 PARTS = (
     Reward('prs', r'R_i = R_{process} + R_{format} + \mathbb 1[R_{process} = 1]\, R_a', 'PRS eqs. 8-14',
-           gives='outcome', text=_staged, check=_check_settings,
+           gives='outcome', text=_stage_rewards, check=_check_settings,
            needs=lambda o: Needs(words={'prs': _words(o)} if o['judge'] else {}),
            service=lambda o: make_judge(o['judge']), metrics=_stage_means, logs=JUDGE_LOGS | _STAGES,
            options={'form': Option('short', 'short answers (eq. 13) or long ones that a judge reads (eq. 14)',
@@ -434,7 +434,7 @@ PARTS = (
                     'tags': Option(PRS_TAGS, 'names of the reasoning, call and answer tags', object),
                     'opening': Option('', 'what the generation prefix says of every turn before the model does')},
            facts={'tags': 'tags', 'opening': 'opening'}, differs='no call at all counts as every call parsed'),
-    Reward('judged', r'R_i = R_{judge} \in \{0, 1\}', 'PRS tables 1 and 6', gives='outcome', text=_judged,
+    Reward('judged', r'R_i = R_{judge} \in \{0, 1\}', 'PRS tables 1 and 6', gives='outcome', text=_judge_answers,
            check=_check_judged, needs=lambda o: Needs(words={'judged': _words(o)}), service=lambda o: make_judge(o['judge']), logs=JUDGE_LOGS,
            options=_JUDGE),
     Row('prs', 'prs/group', 'PRS eqs. 8-13', '#56b4e9'),

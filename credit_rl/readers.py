@@ -218,7 +218,7 @@ def _table_rows(path, name, header_has=(), delimiter=','):
                 yield where, RowError('(row)', f'has a quote on line {last - len(raw) + 1} that line {last} closes, '
                                       'with whole rows between them: is the file without quoting?')
             elif columns is None and (names := [c.strip() for c in cells]) and _is_header(names, header_has):
-                header = _named_once(names, name)
+                header = _check_columns(names, name)
             elif header is None: yield f'{name}, line {last}', cells
             elif len(cells) != len(header):
                 yield where, RowError('(row)', f'has {len(cells)} columns, the header {len(header)}')
@@ -229,7 +229,7 @@ def _is_header(names, more=()):
     known = {'question', 'text', 'contents', 'messages', 'completion', 'output'}   # of questions, passages, rollouts
     return bool({*names, *(name.lower() for name in names)} & {*known, *more})
 
-def _named_once(names, name):
+def _check_columns(names, name):
     "Names of columns, those that are blank aside each once. Raises ValueError on one that stands twice."
     twice = next((n for i, n in enumerate(names) if n and n in names[:i]), None)
     if twice is not None: raise ValueError(f'{name}: the header has the column {twice!r} twice; rename one of them')

@@ -17,7 +17,7 @@ from .methods import get_method
 from .models import load_tokenizer
 from .outcome import Earned
 from .parts import Facts, Measured, assign, first_tokens
-from .protocol import worded
+from .protocol import reword
 from .runlog import read_params, read_turns
 from .scoring import SCHEMA_OPTION, read_schema
 from .settings import make_config, own_tokenizer
@@ -75,7 +75,7 @@ class Recording:
     def protocol(self):
         "The protocol in which questions were asked; None where it is not known."
         if self.settings is None: return None
-        return worded(asked_protocol(self.settings.protocol, self.settings.data), **self.settings.words)
+        return reword(asked_protocol(self.settings.protocol, self.settings.data), **self.settings.words)
 
 # %% ../nbs/6_looking/69_recorded.ipynb #c010
 def read_recording(

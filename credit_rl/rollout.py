@@ -35,7 +35,7 @@ class Environment:
     malformed: str = 'error'   # one of MALFORMED: after a turn that neither calls nor answers
     prompt_tokens: int = None    # most ids of a prompt, generation prefix included; None: no cap of its own
     response_tokens: int = None  # most ids of a row after the prompt, observations included; None: the same
-    other_prompts: dict = field(default_factory=dict)   # files of CARL's other system messages by prompt: `prompted`
+    other_prompts: dict = field(default_factory=dict)   # files of CARL's other system messages by prompt: `with_prompt`
     today: str = None                                   # what {today} in them stands for
     reward: object = None        # of one's own, see `own_outcome`; None: the environment's get_reward, or golds
     faults: object = None        # Faults of its searches and notes; None: each finds what it can, and all notes last
@@ -103,7 +103,7 @@ class _Draft:
 # %% ../nbs/3_acting/22_rollout.ipynb #c0062
 _HALF_WORD = re.compile(f'[^\\W{BLANKLESS}]+\\Z')    # letters whose word goes on, where words are parted by blanks
 
-def _shown(chat, reply, room):
+def _show_reply(chat, reply, room):
     """What the first `room` ids of a reply (Observation, Result, ids) show of it: all, or the words that they hold
     whole, and of a script without blanks the letters: `Observation`."""
     text, result, ids = reply
@@ -139,7 +139,7 @@ def _answer_or_observe(env, draft, finished, text, action, reply):
         draft.add(finished, text, action.call, result=Result.SKIPPED if action.call else Result.MALFORMED)
         return _over(env, draft, Stop.TURN_CAP if len(draft.turns) == env.max_turns else Stop.LENGTH)
     _, result, ids = reply
-    draft.add(finished, text, action.call, ids[:room], _shown(env.chat, reply, room), result)
+    draft.add(finished, text, action.call, ids[:room], _show_reply(env.chat, reply, room), result)
     if reply[0].finished: return _over(env, draft, Stop.FINISHED)
     return _over(env, draft, Stop.LENGTH) if len(ids) + 1 > room else None
 
@@ -173,7 +173,7 @@ def _call(env, drafts, actions):
         replies.update(zip(alike, skipping(env.tool, skip).call([calls[i] for i in alike])))
     return [replies[i] for i in range(len(calls))]
 
-def _heard(text, call):
+def _read_reply(text, call):
     "What a tool said to a call, as an `Observation`: one that did not say what it found is read for it."
     return text if isinstance(text, Observation) else read_observation(text, call.get('queries'))
 
@@ -183,7 +183,7 @@ def _observe(env, drafts, actions, read, ended):
     calling = [i for i in read if actions[i].call]
     replies = {i: (Observation(f'Error: {actions[i].error}'), Result.MALFORMED) for i in read}
     said = _call(env, [drafts[i] for i in calling], [actions[i] for i in calling])
-    replies.update((i, (_heard(text, actions[i].call), result)) for i, (text, result) in zip(calling, said))
+    replies.update((i, (_read_reply(text, actions[i].call), result)) for i, (text, result) in zip(calling, said))
     own = [replies[i][1] is Result.MALFORMED for i in read]
     ids = env.chat.batch_observation_ids([replies[i][0] for i in read], ended, own)
     coded = {i: (*replies[i], x) for i, x in zip(read, ids)}
@@ -223,7 +223,7 @@ def _invoke_or_commit(env, draft, finished, text, action, ended, output):
     _, result, ids = output
     before = draft.ids if draft.base is None else [*draft.base, *env.chat.context_ids('')]
     base = [*before, *(finished.ids[:-1] if ended or finished.stop == 'eos' else finished.ids)]
-    draft.add(finished, text, action.call, ids[:room], _shown(env.chat, output, room), result, 'invoke')
+    draft.add(finished, text, action.call, ids[:room], _show_reply(env.chat, output, room), result, 'invoke')
     if len(ids) + 1 > room: return draft.trajectory(Stop.LENGTH)
     draft.edit([*base, *ids])
     draft.base = base
@@ -242,7 +242,7 @@ def _assimilate(env, draft, finished, text):
     draft.edit(ids)
 
 # %% ../nbs/3_acting/22_rollout.ipynb #c016
-def _unasked(env, text, why):
+def _read_instead(env, text, why):
     "The answer or program that a segment holds instead of a note, where these are read: `Action`, or None."
     action = None if env.notes == 'asked' or f'<{env.chat.protocol.context_tag}>' in text else env.chat.parse(text, why)
     return action if action and not action.error else None
@@ -251,7 +251,7 @@ def _segments(env, stream, drafts, batch):
     """Take the segments that came back together one step on. Returns a `Trajectory` for each that is over, None for
     the others."""
     texts, ended = env.chat.read([f.ids for f in batch], [f.stop for f in batch])
-    actions = [env.chat.parse(text, f.stop) if d.base is None else _unasked(env, text, f.stop)
+    actions = [env.chat.parse(text, f.stop) if d.base is None else _read_instead(env, text, f.stop)
                for text, f, d in zip(texts, batch, drafts)]
     read = [i for i in _readable(env, drafts, actions) if actions[i].call or reaches(env.chat.protocol, texts[i])]
     outputs, out = _observe(env, drafts, actions, read, [False] * len(read)), []
@@ -337,7 +337,7 @@ def _begin_own(env, questions, group_size, longest, seed):
 # %% ../nbs/3_acting/22_rollout.ipynb #c017
 def _step(env): return _segments if env.chat.protocol.context_tag else _turns
 
-def _ended(env, draft, trajectory):
+def _end_rollout(env, draft, trajectory):
     "A rollout that is over, with what a reward of one's own gives it. Its environment is free for another."
     task = draft.task
     if env.reward or task is not None and env.tool.scores:
@@ -378,7 +378,7 @@ def _play(engine, env, drafts, sampling, seed, progress, each=None):
         if not batch: continue
         active = [drafts[f.key] for f in batch]
         over = _step(env)(env, stream, active, batch)
-        over = [t and _ended(env, d, t) for t, d in zip(over, active)]
+        over = [t and _end_rollout(env, d, t) for t, d in zip(over, active)]
         for draft, trajectory in zip(active, over):
             if trajectory is None: submit(draft)
             else:

@@ -285,7 +285,7 @@ class AnswerBatch:
         return (own | (column <= self.reach[:, :, None]))[:, None]
 
 # %% ../nbs/3_acting/24_scoring.ipynb #c026
-def _ragged(counts):
+def _ragged_index(counts):
     "Owner and index within the owner of every item, for `counts` (n,) items each: two (sum,) long."
     owner = torch.arange(len(counts), device=counts.device).repeat_interleave(counts)
     return owner, torch.arange(len(owner), device=counts.device) - (counts.cumsum(0) - counts)[owner]
@@ -309,7 +309,7 @@ def _tokens(ids, work, plan, part, mine, width):
     packed[:, :short] = ids[part, :short]
     packed, positions = packed * inside, at * inside
     segment, reach = torch.where(inside, 0, -1), torch.full_like(at, -1)
-    owner, j = _ragged(read[mine])
+    owner, j = _ragged_index(read[mine])
     c = mine[owner]
     where = place[work.row[c]], column[c] + j
     packed[where], positions[where] = work.ids[work.template[c], j], work.position[c] + 1 + j
@@ -317,7 +317,7 @@ def _tokens(ids, work, plan, part, mine, width):
     return packed, positions, segment, reach
 
 # %% ../nbs/3_acting/24_scoring.ipynb #c031
-def _asked(ids, work, plan, part, mine, trained):
+def _find_pairs(ids, work, plan, part, mine, trained):
     """Source, target, cell and kind of the gold tokens of the branches `mine` and of the trained tokens of the rows
     `part`."""
     _, _, column, place = plan
@@ -327,7 +327,7 @@ def _asked(ids, work, plan, part, mine, trained):
 
 def _gold_tokens(work, mine):
     "Every token of the golds of the branches `mine`: index of its branch in `mine`, its pair, its place, (n,) each."
-    owner, j = _ragged((work.end - work.start)[work.template[mine]])
+    owner, j = _ragged_index((work.end - work.start)[work.template[mine]])
     c = mine[owner]
     return owner, c, j + work.start[work.template[c]]
 
@@ -362,7 +362,7 @@ def _batches(rows, work, budget, trained=None, multiple=1):
         mine, plan = (place[work.row] >= 0).nonzero()[:, 0], (own, read, column, place)
         width = -(-int((own + added)[part[0]]) // multiple) * multiple
         out.append(AnswerBatch(*_tokens(ids, work, plan, part, mine, width),
-                               *_asked(ids, work, plan, part, mine, trained)))
+                               *_find_pairs(ids, work, plan, part, mine, trained)))
     return out
 
 # %% ../nbs/3_acting/24_scoring.ipynb #n24rounds2
@@ -426,7 +426,7 @@ def _paths(ids, work, own, part, mine):
     short = min(len(at), ids.shape[1])
     paths[:, :short] = ids[source, :short]
     paths = paths * (at < kept[:, None])
-    owner, j = _ragged(read)
+    owner, j = _ragged_index(read)
     paths[len(part) + owner, before[owner] + j] = work.ids[work.template[mine[owner]], j]
     return paths, lengths
 
@@ -557,7 +557,7 @@ def _measuring(model, attention=None):
         model.train(training)
 
 # %% ../nbs/3_acting/24_scoring.ipynb #c047
-def _placed(values, work):
+def _place_values(values, work):
     "`Scores` from the value (C,) of every pair."
     sums = torch.full((work.tokens.numel(),), torch.nan, dtype=values.dtype, device=work.tokens.device)
     sums[work.cell] = values.to(sums.device)
@@ -579,7 +579,7 @@ def answer_logps_separate(
             whole = torch.cat([rows[0][r, :p + 1], work.ids[a, :work.end[a]]]).to(model.device)
             logp = _wide(model(input_ids=whole[None]).logits[0, :-1]).log_softmax(-1).gather(-1, whole[1:, None])[:, 0]
             values[i] = logp[p + int(work.start[a]):].sum()
-    return _placed(values, work)
+    return _place_values(values, work)
 
 # %% ../nbs/3_acting/24_scoring.ipynb #c049
 @torch.no_grad()
@@ -617,7 +617,7 @@ def _branches(model, past, last, work, mine):
     at = torch.arange(golds.shape[1])
     return (logp * ((at >= work.start[a, None].cpu()) & (at < work.end[a, None].cpu())).to(logp)).sum(1)
 
-def _cached(model, rows, work, budget):
+def _score_cached(model, rows, work, budget):
     """Log-probability (C,) of every pair in `work`, through the model's own cache: row by row, state by state. As many
     answers at a time as fit the budget, each with its copy of the cache, and `HeadPieces`, one at least."""
     words = model.get_output_embeddings().out_features
@@ -661,8 +661,8 @@ def _score(model, rows, work, method, budget, trained=None, temperature=1.0):
     method = _choose(model, work, method, 0 if trained is None else int(rows[1].max()))
     with _measuring(model, 'flex_attention' if method == 'flex' else None):
         if method == 'cache':
-            check_numbers(values := _cached(model, rows, work, budget), model)
-            scores = _placed(values, work)
+            check_numbers(values := _score_cached(model, rows, work, budget), model)
+            scores = _place_values(values, work)
             return scores if trained is None else (_plain(model, rows, trained, temperature, budget), scores)
         batches = _packed_rounds(rows, work, budget, trained, 128 if method == 'flex' else 1, method == 'tree')
         found = [batch_logps(model, b.to(model.device), temperature) for b in batches]

@@ -435,7 +435,7 @@ class SearchCache:
 
     def _keep(self, query, k, found):
         "Take an answer over, unless the one that is there serves for k passages too."
-        if self._known(query, k) is None: self.answers[query] = k, found
+        if self._find_known(query, k) is None: self.answers[query] = k, found
 
     def _read(self, number, row):
         try:
@@ -444,7 +444,7 @@ class SearchCache:
         except (ValueError, TypeError, KeyError) as e:
             raise ValueError(f'{self.path}, line {number + 1} is not a kept search: {type(e).__name__}: {e}') from None
 
-    def _known(self, query, k):
+    def _find_known(self, query, k):
         "The kept answer to a query, None where it is of fewer passages than k and was cut there."
         asked, found = self.answers.get(query, (0, []))
         return found[:k] if k <= asked or len(found) < asked else None
@@ -453,7 +453,7 @@ class SearchCache:
         "For each query up to k `Passage`s: list of Q lists. Raises SearchError on a query that cannot be replayed."
         queries = list(queries) if not isinstance(queries, str) else queries
         check_search(queries, k)
-        new = [q for q in dict.fromkeys(queries) if self._known(q, k) is None]
+        new = [q for q in dict.fromkeys(queries) if self._find_known(q, k) is None]
         if new and self.retriever is None:
             raise SearchError(f'{new[0]!r:.200} for {k} passages is not among the kept searches of {self.path}, which '
                               'is replayed; keep it first, with a retriever')
@@ -464,7 +464,7 @@ class SearchCache:
             with self._lock:
                 self._journal.append(rows)
                 for q, hits in zip(new, found): self._keep(q, int(k), list(hits))
-        return [list(self._known(q, k)) for q in queries]
+        return [list(self._find_known(q, k)) for q in queries]
 
     def about(self):
         "What is known of the retriever behind it, and the file: a dict."

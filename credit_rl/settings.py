@@ -26,7 +26,7 @@ from .models import Policy, check_model, load_tokenizer, weight_files
 from .options import MOVED, SettingsGroup, options_in, read_options, setting
 from .parameters import from_settings, notebook_settings
 from .parts import Facts, Loss
-from .protocol import PROTOCOLS, worded
+from .protocol import PROTOCOLS, reword
 from .rollout import check_lengths
 from .runlog import RunFolder, check_trackers, read_json
 from .scoring import SCHEMA_OPTION, read_schema, schema_warning, teacher_chat
@@ -115,7 +115,7 @@ class Acting(Policy, Conversation, Decoding):
         return bool(row and row.context_tag)
 
     @property
-    def words(self): return {**super().words, 'gold_schema': self.gold_schema}   # arguments of `worded`
+    def words(self): return {**super().words, 'gold_schema': self.gold_schema}   # arguments of `reword`
 
     @property
     def greedy(self): return SamplingParams(greedy=True, max_tokens=self.turn_tokens)
@@ -554,7 +554,7 @@ def _check_method(c, method):
     if c.teacher.model != 'self' and c.teacher.every:
         raise ValueError('a teacher of its own is never refreshed from the policy; leave out '
                          f'teacher.every={c.teacher.every}')
-    teacher_chat(c.teacher.model, own_tokenizer(c), worded(asked_protocol(c.protocol, c.data), **c.words))
+    teacher_chat(c.teacher.model, own_tokenizer(c), reword(asked_protocol(c.protocol, c.data), **c.words))
     if method.rule.compares and c.group_size < 2:
         raise ValueError(f'{name} compares the attempts at one question with each other, so group_size must be at '
                          f'least 2, got {c.group_size}')
@@ -605,9 +605,9 @@ def own_tokenizer(acting):
 
 def _check_words(c):
     "Refuse a model without words for the questions and the protocol, and prompts that cannot stand in its place."
-    read_schema(SCHEMA_OPTION.default, worded(asked_protocol(c.protocol, c.data), **c.words))
+    read_schema(SCHEMA_OPTION.default, reword(asked_protocol(c.protocol, c.data), **c.words))
     for mode, file in c.prompt_files.others.items():
-        worded(PROTOCOLS[f'{c.protocol}-{mode}'], system_prompt=file, today=c.prompt_files.today)
+        reword(PROTOCOLS[f'{c.protocol}-{mode}'], system_prompt=file, today=c.prompt_files.today)
     if c.data == 'tiny' and c.protocol == 'direct':
         raise ValueError(f'protocol={c.protocol!r} is for data sets that are asked without a search; the tiny '
                          f'world takes {", ".join(PROTOCOLS)}')
@@ -683,7 +683,7 @@ def schema_notes(
 ):
     """What to say of the words around scored golds, list of str; with `load` the model's tokenizer is asked which of
     them it has not. Raises ValueError on schemas that cannot be written in the run's protocol, or about its data."""
-    protocol, own = worded(asked_protocol(c.protocol, c.data), **c.words), own_tokenizer(c)
+    protocol, own = reword(asked_protocol(c.protocol, c.data), **c.words), own_tokenizer(c)
     for schema in schemas:
         of = read_schema(schema, protocol).of_question
         if of and c.data != 'tiny':

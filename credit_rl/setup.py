@@ -24,13 +24,13 @@ from .environment import ProgramLimits, asked_protocol, is_searched, make_enviro
 from .estimate import (KNOWN_SIZES, Load, TrainingPlan, describe, describe_ahead, describe_likely,
                                 describe_sharing, kept_lengths, likely_load, memory, read_sizes, rows_work, step_seconds)
 from .launch import FirstPlays, Ranks, is_rank, missing_for_hosts, ranks_here
-from .learner import FrozenModels, Learner, make_critic, seeded
+from .learner import FrozenModels, Learner, make_critic, seed_draws
 from .methods import extra_passes, get_method
 from .outcome import Earned
 from .metrics import benchmark_metric, gold_note
 from .models import find_model, load_model, load_tokenizer, write_model
 from .parts import Facts
-from .protocol import check_tokenizer, worded
+from .protocol import check_tokenizer, reword
 from .retrieval import BM25
 from .rollout import check_prompts
 from .runlog import check_folder
@@ -129,7 +129,7 @@ def _check_players(chat, question):
 
 def _tiny_environments(c, worlds, tokenizer):
     "The environments of tiny worlds by part, and the rules that all of them have."
-    chat = check_tokenizer(tokenizer, worded(asked_protocol(c.protocol, 'tiny'), **c.words))
+    chat = check_tokenizer(tokenizer, reword(asked_protocol(c.protocol, 'tiny'), **c.words))
     if chat.protocol.call_style == 'text': _check_players(chat, worlds['test'].questions[0])
     rules = dict(k=c.passages, max_turns=c.max_turns, max_tokens=c.max_tokens,
                  response_tokens=c.response_tokens)
@@ -248,10 +248,10 @@ def _mixed_questions(task, names, seed):
         alone = dataclasses.replace(task, data=name, path=place, questions=sys.maxsize, mix={}, **share)
         for part, questions in real_questions(alone, seed).items():
             merged.setdefault(part, []).extend(dataclasses.replace(q, id=f'{q.source}:{q.id}') for q in questions)
-    drawn = _mixed(merged['train'], task.mix, task.questions, seed) if task.mix else merged['train']
+    drawn = _mix_sets(merged['train'], task.mix, task.questions, seed) if task.mix else merged['train']
     return {**merged, 'train': subsample(drawn, task.questions, seed)}
 
-def _mixed(questions, mix, most, seed):
+def _mix_sets(questions, mix, most, seed):
     "As many questions as stand in the shares of a mix to each other, at most `most`: list."
     parts = {name: [q for q in questions if q.source == get_benchmark(name).name] for name in mix}
     unit = min(most / sum(mix.values()), *(len(parts[name]) / share for name, share in mix.items()))
@@ -390,7 +390,7 @@ def add_lora(
     except ImportError as e: raise ImportError('lora needs peft: pip install credit_rl[train]') from e
     check_lora(settings)
     tied = _tied_weights(model)
-    with seeded(seed):
+    with seed_draws(seed):
         try: inject_adapter_in_model(LoraConfig(**{'target_modules': _LINEAR, **settings}), model)
         except TypeError as e: raise ValueError(f'lora: {e}') from e
     both = [name for name, module in model.named_modules() if hasattr(module, 'base_layer') and
@@ -517,7 +517,7 @@ def start_critic(
 ):
     "The critic that a run begins with, or None."
     if not how: return None
-    with seeded(seed_of('critic', seed)): critic = make_critic(model, **how)
+    with seed_draws(seed_of('critic', seed)): critic = make_critic(model, **how)
     if warmed: _warm(critic, warmed, dtype)
     return critic
 
@@ -560,7 +560,7 @@ def plan_of(
         **_forwards(c, c.loss_of(method)),
         branches=max(_answer_tokens(c, method.bind(c.options)).values(), default=0),
         prompts=0 if vllm or served else min(_READ_TOKENS, played * c.max_tokens),
-        **_sent_at_a_time(c.learner.deepspeed))
+        **_communication_sizes(c.learner.deepspeed))
 
 # %% ../nbs/5_run/62_setup.ipynb #c083s1
 _READ_TOKENS = signature(HFEngine).parameters['read_tokens'].default
@@ -576,7 +576,7 @@ def _forwards(c, loss):
     return {'length': c.max_tokens, 'rows': rows, 'tree': c.tree, 'entropy': bool(loss.entropy),
             'spread': 'entropy' in c.measure and not loss.entropy}
 
-def _sent_at_a_time(deepspeed):
+def _communication_sizes(deepspeed):
     "What DeepSpeed's configuration says of the numbers that it sends or holds whole: fields of `TrainingPlan`."
     zero = deepspeed.get('zero_optimization', {})
     names = {'bucket': 'reduce_bucket_size', 'live': 'stage3_max_live_parameters'}

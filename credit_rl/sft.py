@@ -18,7 +18,8 @@ from .engine import seed_of
 from .environment import asked_protocol, make_environment, playing
 from .estimate import Load, describe, memory, read_sizes, step_seconds
 from .evaluate import note_seen, question_key, read_manifest, right_rows, seen_lines, summarize, train_keys
-from .launch import LaunchError, Progress, SaveTimes, is_rank, on_ranks, set_torch, speak, told_to_end
+from .launch import (LaunchError, Progress, SaveTimes, is_rank, on_ranks, play_parts, read_groups, save_point,
+                              set_torch, speak, watch_signals, write_groups)
 from .layout import pack
 from .learner import BadStep, Learner, Optimiser
 from .models import find_model, load_model, load_tokenizer, tokenizer_hash, write_model
@@ -28,15 +29,15 @@ from .parameters import by_group, error_line, from_settings, make_parser, read_s
 from .parts import Credit, Loss
 from .protocol import prompt_hash
 from .rollout import rollout
-from .runlog import RunLog, atomic_folder, code_hashes, latest_checkpoint, read_json, read_params, read_turns
+from .runlog import (MAY_CHANGE, RunLog, SilentLog, atomic_folder, check_same_params, code_hashes, hold_run,
+                              latest_checkpoint, note_params, read_json, read_params, read_turns)
 from .scoring import retell
 from .settings import (DOZEN, Config, Keeping, Learning, check, make_config,
                                 tree_notes)
 from .setup import (Examiner, add_lora, bound_method, draw_questions, examine, hand_over, make_backend, make_setup,
                              merge_lora, origin_of, plan_of, players, real_questions, real_search, start_engine)
 from .step_metrics import paired_line, right_marks
-from .train import (MAY_CHANGE, Actor, SilentLog, check_same_params, end_interrupted, held, keeping_bad, note_params,
-                             play_parts, read_groups, save_point, write_groups)
+from .train import Actor, end_interrupted, keeping_bad
 from .vllm_engine import EngineLost
 from .trajectory import Group, to_json, trajectory_from_json
 
@@ -158,13 +159,13 @@ def rejection_sft(
         return examine(dataclasses.replace(c, checkpoints=one, healthy=''), say,
                        Examiner(lambda c: _check(c, how), _weigh, lambda c: _forecast(c, how)))
     _check(c, how)
-    if c.resume and (Path(c.run)/'summary.json').exists(): return _finished(c, how, say)
+    if c.resume and (Path(c.run)/'summary.json').exists(): return _find_finished(c, how, say)
     if not is_rank():
         if c.model != 'tiny': find_model(c.model)
         for line in [*_forecast(c, how), *no_gpu(c, c.model)] if is_large(c.model) else (): say(line)
     settings = Tuning(**vars(c), sft=dataclasses.asdict(how))
     return on_ranks('credit_rl.sft', settings, say, lambda ranks: _tune(settings, how, say, ranks),
-                    lambda s: held(dataclasses.replace(s, method='sft')), False, c.checkpoints.restarts, c.checkpoints.grace)
+                    lambda s: hold_run(dataclasses.replace(s, method='sft')), False, c.checkpoints.restarts, c.checkpoints.grace)
 
 # %% ../nbs/5_run/64_sft.ipynb #c014s2
 def _tune(c, how, say, ranks):
@@ -172,7 +173,7 @@ def _tune(c, how, say, ranks):
     say = say if ranks.first else lambda line: None
     set_torch(c.torch.threads, c.torch.tf32)
     with contextlib.ExitStack() as stack:
-        asked = stack.enter_context(told_to_end(c.run))
+        asked = stack.enter_context(watch_signals(c.run))
         log = stack.enter_context(RunLog(c.run, c.resume) if ranks.first else SilentLog(c.run))
         stack.enter_context(log.beginning())
         note_params(log, dataclasses.replace(c, method='sft'))
@@ -259,13 +260,13 @@ def _examples(actor, how, metric, times):
         kept, summary = read_demos(how.demos, chat)
         say(f'{sum(len(g.trajectories) for g in kept)} demonstrations of {len(kept)} questions')
         return kept, summary['trajectories']
-    groups = _played(actor, how, times)
+    groups = _play_batches(actor, how, times)
     kept, played = keep_right(groups, metric, how.per_question, seed), sum(len(g.trajectories) for g in groups)
     say(f'{sum(len(g.trajectories) for g in kept)} rows of {played} rollouts are right, different, and kept')
     return kept, played
 
 # %% ../nbs/5_run/64_sft.ipynb #c015
-def _finished(config, how, say, name='sft'):
+def _find_finished(config, how, say, name='sft'):
     "The folder of a fine-tuning, or of demonstrations, that is over. Raises ValueError on other settings."
     folder = Path(config.run)
     check_same_params(config, (*MAY_CHANGE, 'method'))
@@ -275,7 +276,7 @@ def _finished(config, how, say, name='sft'):
     say(f'{folder} is complete and left as it is')
     return folder
 
-def _played(actor, how, times):
+def _play_batches(actor, how, times):
     "Rollouts of training questions, 24 at a time: list of Group."
     train, n, seed = actor.setup.questions['train'], how.questions, actor.seed
     parts = [draw_questions(train, 24, i // 24 + 1, seed)[:n - i] for i in range(0, n, 24)]
@@ -334,7 +335,7 @@ def write_demos(
     if c.data == 'tiny': raise ValueError('the tiny world has players of its own (25_tiny): give another data set')
     check(c)
     write_message(asked_protocol(c.protocol), '')                  # refuses a protocol without demonstrations
-    if c.resume and (Path(c.run)/'summary.json').exists(): return _finished(c, how, say, 'demos')
+    if c.resume and (Path(c.run)/'summary.json').exists(): return _find_finished(c, how, say, 'demos')
     with RunLog(c.run, c.resume) as log, log.beginning():
         log.write_params({**flat(c), 'method': 'demos', 'demos': dataclasses.asdict(how)}, MAY_CHANGE)
         tokenizer, parts = load_tokenizer(c.model), real_questions(c, c.seed)

@@ -12,7 +12,7 @@ import torch
 from .engine import attention_window, check_numbers
 from .launch import is_rank
 from .layout import rows_of, take
-from .learner import AdamWByLoss, brought, make_adamw, only_data
+from .learner import AdamWByLoss, on_device, make_adamw, only_data
 from .scoring import answer_batches, gather_scores, takes_tree_mask
 
 # %% ../nbs/machinery/53_sharded.ipynb #s007
@@ -264,7 +264,7 @@ class DeepSpeedBackend:
 
     def bring(self, module):
         "Have an offloaded module on the device, for a while; under stage 3 DeepSpeed brings each layer."
-        return brought(module, self.device) if self.stage < 3 else contextlib.nullcontext()
+        return on_device(module, self.device) if self.stage < 3 else contextlib.nullcontext()
 
     def backward(self, loss, last):
         "Add a micro-batch's gradient; `last` is True for the last one before the update."
@@ -306,7 +306,7 @@ class DeepSpeedBackend:
             chosen = sorted(part or [0])                                          # an idle rank runs one along
             sub, golds = take(layout, chosen), [query.golds[i] for i in chosen]
             states = sub.states.masked_fill(query.states[chosen][..., :1] < 0, -1)
-            scores, logp = self._packed(module, scorer.model, replace(query, layout=sub, states=states, golds=golds))
+            scores, logp = self._pack_all(module, scorer.model, replace(query, layout=sub, states=states, golds=golds))
             if not part: continue
             m = scores.sums.shape[2]
             out['gold_logp'][chosen, :, :m] = scores.sums.float().cpu()
@@ -316,7 +316,7 @@ class DeepSpeedBackend:
         out = self.gather(out)
         return {**out, 'gold_tokens': out['gold_tokens'].long()}
 
-    def _packed(self, module, model, query):
+    def _pack_all(self, module, model, query):
         "Packed forwards of a part, as many on every rank: `Scores`, and the trained tokens' log-probabilities."
         sub, states, tree = query.layout.to(self.device), query.states.to(self.device), query.layout.nodes is not None
         longest, rows = getattr(model.config, 'max_position_embeddings', None), (sub.ids, sub.lengths)
@@ -403,9 +403,9 @@ class DeepSpeedBackend:
     def fill(self, model, named):
         "Put weights into a model, in pieces under stage 3: dict of all, by name."
         for name, p in model.named_parameters():
-            with self._gathered(p), torch.no_grad(): p.data.copy_(named[name])
+            with self._gather_whole(p), torch.no_grad(): p.data.copy_(named[name])
 
-    def _gathered(self, parameter):
+    def _gather_whole(self, parameter):
         "A parameter as a whole for a while; what is written into it goes to all ranks."
         if self.stage < 3: return contextlib.nullcontext()
         import deepspeed

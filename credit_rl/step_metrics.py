@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['IDLE', 'tier_rates', 'known_tiers', 'taught_tiers', 'note_shares', 'describe_rollouts', 'reencoding_drift',
            'mean_drift', 'credit_metrics', 'credited_tokens', 'kl_from_base', 'rollout_rows', 'is_kept', 'score_groups',
-           'dev_metrics', 'base_report', 'base_lines', 'idle_line', 'collapsed', 'right_marks', 'paired_line',
+           'dev_metrics', 'base_report', 'base_lines', 'idle_line', 'has_collapsed', 'right_marks', 'paired_line',
            'is_shown', 'step_line', 'final_lines', 'log_lines', 'over_line']
 
 # %% ../nbs/5_run/57_step_metrics.ipynb #m5703
@@ -23,8 +23,8 @@ from .layout import turn_means
 from .losses import kl
 from .metrics import exact_match
 from .outcome import outcome_rewards
-from .protocol import boxed
-from .parts import Measured, start_values
+from .protocol import find_box
+from .parts import Measured, Needs, start_values
 from .runlog import metrics_by_step, read_params, read_summary
 from .trajectory import to_json
 from .warmup import read_tiers, segment_statistics
@@ -75,7 +75,7 @@ def note_shares(groups):
              if a.kind == 'invoke' and a.observation_ids]
     if not after: return {}
     missing = [text for text in after if '<context>' not in text]
-    held = {'missing': missing, 'boxed': [x for x in missing if boxed(x)], 'program': [x for x in missing if '```' in x]}
+    held = {'missing': missing, 'boxed': [x for x in missing if find_box(x)], 'program': [x for x in missing if '```' in x]}
     return {f'notes_{name}': len(texts) / len(after) for name, texts in held.items()}
 
 def describe_rollouts(
@@ -135,7 +135,7 @@ def mean_drift(
     return sum(reencoding_drift(chat, t) for t in played) / len(played) if played else math.nan
 
 # %% ../nbs/5_run/57_step_metrics.ipynb #m5711
-def _credited(credit):
+def _find_credited(credit):
     "Tokens with credit: (R, T) bool. Sums that cancel leave a residue of rounding, which is none."
     return credit.advantages.abs() > 1e-6
 
@@ -147,7 +147,7 @@ def credit_metrics(
 ):
     "Metrics of a step's credit, and of what was seen for it: dict."
     layout, rewards, seen, credit = batch.layout, batch.rewards, batch.seen, batch.credit
-    moved = layout.row_trajectory[_credited(credit).any(1)].unique()
+    moved = layout.row_trajectory[_find_credited(credit).any(1)].unique()
     heard, size = layout.groups[moved].unique(), int((layout.groups == layout.groups[0]).sum())
     out = {'zero_advantage': 1 - len(moved) / len(batch.text['outcome']),
            'zero_groups': 1 - len(heard) * size / len(batch.text['outcome']),
@@ -181,13 +181,13 @@ def credited_tokens(
     "Count the trained tokens whose advantage is above 1e-6 in size, those of a trajectory of weight 0 apart: int."
     weight = credit.trajectory_weight
     counted = torch.ones(len(layout.groups)) if weight is None else weight
-    return int((_credited(credit) & (counted != 0)[layout.row_trajectory][:, None]).sum())
+    return int((_find_credited(credit) & (counted != 0)[layout.row_trajectory][:, None]).sum())
 
 # %% ../nbs/5_run/57_step_metrics.ipynb #m5714
 def kl_from_base(learner, layout):
     """Mean k3 estimate of the KL from the reference per sampled token, and mean |learner - engine| of its
     log-probability: dict."""
-    seen, trained = learner.evaluate(layout, ('logp', 'ref_logp')), layout.trained
+    seen, trained = learner.evaluate(layout, Needs(logp=True, ref_logp=True)), layout.trained
     return {'kl': kl(seen.logp, seen.ref_logp, 'k3', trained)[trained].mean().item(),
             'logp_gap': (seen.logp - layout.logps)[trained].abs().mean().item()}
 
@@ -309,7 +309,7 @@ def idle_line(
     return f'NOTHING IS LEARNED: {which} had anything to train on ({numbers}); {_cause(*means)}'
 
 # %% ../nbs/5_run/57_step_metrics.ipynb #c069
-def collapsed(rates, share=0.25, window=5):
+def has_collapsed(rates, share=0.25, window=5):
     """Whether the mean of the last `window` answer rates is below `share` of the best earlier window's (which must
     reach 0.2)."""
     last = sum(rates[-window:]) / window

@@ -122,7 +122,7 @@ def _error(problem):
     return ('Error: ' + ' '.join(str(problem).split()))[:300]
 
 # %% ../nbs/2_environment/13_tools.ipynb #c014
-def _malformed(queries):
+def _find_fault(queries):
     "What is wrong with the queries of one call, or None."
     if not isinstance(queries, (list, tuple)): return f'queries must be a list of strings, got {queries!r:.80}'
     if not queries: return 'no query was given'
@@ -173,7 +173,7 @@ class SearchTool:
         """Answer C calls, each a list of queries, by one search: list of C (`Observation`, `Result`), an error
         a text. Never raises for what is in them; ConnectionError where the retriever says that it is gone."""
         # malformed calls are answered at once, all others by one search
-        problems = [_malformed(c) for c in calls]
+        problems = [_find_fault(c) for c in calls]
         good = [list(c) for c, problem in zip(calls, problems) if problem is None]
         deadline = None if self.seconds is None else time.monotonic() + self.seconds
         answers = iter(_answer(self, good, deadline) if good else ())
@@ -188,7 +188,7 @@ class SearchTool:
         return [text for text, _ in self.call(calls)]
 
 # %% ../nbs/2_environment/13_tools.ipynb #c020
-def _found(tool, calls):
+def _search_all(tool, calls):
     """Passages of each query of well-formed calls by one search, list of lists per call. Raises what the retriever
     raises."""
     queries = [q for c in calls for q in c]
@@ -210,7 +210,7 @@ def _observation(tool, queries, found):
 def _answer(tool, calls, deadline):
     """Observation and Result of well-formed calls by one search; if it raises, of each by itself. Raises
     ConnectionError where what is searched is gone: no agent did that, and it would learn from an outage."""
-    def attempt(part): return [(_observation(tool, c, f), Result.OK) for c, f in zip(part, _found(tool, part))]
+    def attempt(part): return [(_observation(tool, c, f), Result.OK) for c, f in zip(part, _search_all(tool, part))]
     try: return within(lambda: attempt(calls), deadline)
     except ConnectionError as e:
         raise ConnectionError(f"{str(e).rstrip('.')}. The run ends here, and goes on by the same command (a training "
@@ -679,7 +679,7 @@ def _own_imports(code):
         return m[1] + '; '.join(f'{named(p)[1]} = _{named(p)[0]}' if own else f'import {p}' for p, own in zip(parts, ours))
     return _IMPORT.sub(line, code)
 
-def _prepared(code, searches):
+def _prepare(code, searches):
     "What is run before a program, '' for nothing, and the program itself; `searches`: it may search."
     code, wanted = _own_imports(code), []
     if re.search(r'\bround\s*\(', code): wanted.append(_SANDBOX_ROUND)
@@ -736,7 +736,7 @@ def _passages_of(text, titled):
 def _ask(search, asked):
     "Ask for many (query, k): list of (text, passages) or exception. A `SearchTool` gets all of one k in one call."
     def alone(query):
-        problem = _malformed([query])
+        problem = _find_fault([query])
         if problem: return ValueError(problem)
         try: text = search(query)
         except TimeoutError as e: return TimeoutError(str(e) or 'the search took too long')
@@ -778,7 +778,7 @@ def _run_programs(tool, codes):
         except monty.MontyCrashedError:               # a worker that did not answer; another takes its place
             program.failed, program.crashed = ('the interpreter crashed', Result.ERROR), True
             return
-        before, code = _prepared(code, tool.search is not None)
+        before, code = _prepare(code, tool.search is not None)
         def start():
             if before: program.session.feed_run(before)
             return program.session.feed_start(code, print_callback=program.listen, external_lookup=lookup)
@@ -958,7 +958,7 @@ def _loop():
     atexit.register(end)
     return loop
 
-def _awaited(started):
+def _await_all(started):
     "Values of calls that were started, those that are awaitable awaited together: list of (value, exception or None)."
     async def wait(value): return await value
     waiting = [asyncio.run_coroutine_threadsafe(wait(value), _loop()) if inspect.isawaitable(value) else None
@@ -968,7 +968,7 @@ def _awaited(started):
         except Exception as e: return None, e
     return [end(*both) for both in zip(started, waiting)]
 
-def _given(function, row):
+def _pick_arguments(function, row):
     "What of a row a function takes by name: dict."
     known = inspect.signature(function).parameters.values()
     return row if any(p.kind is p.VAR_KEYWORD for p in known) else {p.name: row[p.name] for p in known if p.name in row}
@@ -998,7 +998,7 @@ class OwnTools:
         "A rollout's environment, and what its `reset` says: (object, str); (None, '') without one."
         if self.make is None: return None, ''
         task = self.idle.pop() if self.idle else self.make()
-        ((said, error),) = _awaited([(task.reset(**_given(task.reset, _task_row(question))), None)])
+        ((said, error),) = _await_all([(task.reset(**_pick_arguments(task.reset, _task_row(question))), None)])
         if error: raise error
         return task, said or ''
 
@@ -1009,7 +1009,7 @@ class OwnTools:
         for k in range(max(map(len, calls), default=0)):
             at = [i for i, c in enumerate(calls) if k < len(c) and not any(o.finished for o, _ in said[i])]
             started = [self._start(tasks[i], **calls[i][k]) for i in at]
-            for i, (value, error), (_, early) in zip(at, _awaited(started), started):
+            for i, (value, error), (_, early) in zip(at, _await_all(started), started):
                 wrong = Result.MALFORMED if isinstance(early, _Unfit) else Result.ERROR
                 if error: name = '' if isinstance(error, _Unfit) else f'{type(error).__name__}: '
                 said[i].append((Observation(_error(f'{name}{error}')), wrong) if error else (reply_of(value), Result.OK))
@@ -1068,8 +1068,8 @@ def own_outcome(
             if message['content']]
         row = {'prompts': t.question.text, 'completions': talk, 'environments': task,
                'completion_ids': [i for turn in t.turns for i in turn.action_ids]}
-        return reward(**_given(reward, {name: [v] for name, v in {**_task_row(t.question), **row}.items()}))
-    ((found, error),) = _awaited([(value(), None)])
+        return reward(**_pick_arguments(reward, {name: [v] for name, v in {**_task_row(t.question), **row}.items()}))
+    ((found, error),) = _await_all([(value(), None)])
     if error: raise error
     if rows: (found,) = found
     found = math.nan if found is None else float(found)

@@ -172,7 +172,7 @@ def _compiler(graph, inputs):
     return torch._dynamo.lookup_backend('eager' if cpu else 'inductor')(graph, inputs)
 
 @functools.cache
-def _compiled():
+def _compile_attention():
     "Flex attention over the blocks of a tree, compiled."
     from torch.nn.attention.flex_attention import flex_attention
 
@@ -196,7 +196,7 @@ def flex_attend(
     if scale not in (None, usual): query = query * (scale / usual)
     for x, axis in ((query, 2), (key, 2), (value, 2), (ends, 0), *((x, a) for x in lists for a in range(2, x.ndim))):
         torch._dynamo.mark_dynamic(x, axis)
-    return _compiled()(query, key, value, ends, lists)
+    return _compile_attention()(query, key, value, ends, lists)
 
 # %% ../nbs/machinery/07_trees.ipynb #t014x3
 def _tree_attention(module, query, key, value, attention_mask, tree=None, **kwargs):

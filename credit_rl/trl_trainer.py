@@ -22,11 +22,10 @@ from .parameters import by_group, error_line, make_parser, read_settings
 from .parts import Measured, assign
 from .protocol import PROTOCOLS, last_answer
 from .rollout import rollout
-from .runlog import RunLog
+from .runlog import RunLog, note_params
 from .scoring import acting_states, answer_header, answer_logps, gold_templates
 from .settings import Config, Correction, LearnerChoice, make_config
 from .setup import bound_method, draw_questions, make_setup, origin_of
-from .train import note_params
 from .trajectory import Group, Question, Result, Stop, Trajectory, Turn
 
 # %% ../nbs/7_elsewhere/82_trl_trainer.ipynb #c005
@@ -312,7 +311,7 @@ def task_class(
     return type('SearchTask', (SearchTask,), {schema['name']: search})
 
 # %% ../nbs/7_elsewhere/82_trl_trainer.ipynb #e82007
-def _heard(messages, replies):
+def _read_replies(messages, replies):
     """What the tool's messages after a turn say: call with all queries or None, `Result`, fields found. Replies that
     are read are taken off the list."""
     calls, results, fields = [], [], []
@@ -354,7 +353,7 @@ def task_trajectory(
     turns = []
     for (ids, logps, after), text, i, end in zip(runs, texts, said, [*said[1:], len(messages)]):
         tools, calls = messages[i + 1:end], messages[i].get('tool_calls')
-        call, result, fields = _heard(tools, replies) if tools else (None, Result.NONE, ())
+        call, result, fields = _read_replies(tools, replies) if tools else (None, Result.NONE, ())
         if calls and not tools: call, result = {'name': calls[0]['function']['name'], 'queries': []}, Result.SKIPPED
         answer = None if calls else last_answer(chat.protocol, text)
         if not calls and not answer: result = Result.MALFORMED
@@ -419,7 +418,7 @@ class TurnAdvantages:
     """Credit for the turns of what TRL plays in anybody's environment, by a rule that needs no model. Raises ValueError
     on a rule that needs a critic, draws groups, or reads text."""
     rule: object           # Method, or the name of one
-    evidence: object = None  # function (environment, row) -> what the turns of a rollout earned, see `_earned`
+    evidence: object = None  # function (environment, row) -> what the turns of a rollout earned, see `_turn_earnings`
     options: dict = field(default_factory=dict)   # of the method, by name
     rows: list = ()        # of the batch under way
     outcome: object = None  # (N,), of all processes
@@ -459,7 +458,7 @@ class TurnAdvantages:
         masks, rows, said = zip(*gather_object(list(zip(mask.tolist(), ids.tolist(), said))))
         pad = lambda lists: torch.nn.utils.rnn.pad_sequence([torch.tensor(x) for x in lists], batch_first=True)
         mask, own = pad(masks), turns_from_mask(pad(masks))
-        turns = _earned(self.method, said, self.outcome, own.amax(1) + 1) if self.evidence else None
+        turns = _turn_earnings(self.method, said, self.outcome, own.amax(1) + 1) if self.evidence else None
         groups = [i // trainer.num_generations for i in range(len(mask))]
         credit = assign_arrays(self.method, Arrays(mask, groups, self.outcome, turns, ids=pad(rows)))
         weights = loss_weights(own, torch.arange(len(own)), self.method.loss.average)
@@ -467,7 +466,7 @@ class TurnAdvantages:
         return (credit.advantages * weights * (own >= 0).sum())[first:first + len(ids), :ids.shape[1]]
 
 # %% ../nbs/7_elsewhere/82_trl_trainer.ipynb #tk405
-def _earned(
+def _turn_earnings(
     method,   # Method
     said,     # what the evidence of each of N rollouts is
     outcome,  # (N,)

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['PARTS', 'turn_changes', 'turn_credit', 'credit_errors', 'distinct_states', 'sampling_variance', 'state_values',
-           'score_continuations', 'continuation_values', 'said_next', 'exact_values', 'missing_pages', 'SolverRates',
+           'score_continuations', 'continuation_values', 'next_texts', 'exact_values', 'missing_pages', 'SolverRates',
            'solver_rates', 'solver_values', 'note_values', 'turn_score']
 
 # %% ../nbs/1_rules/36_true_credit.ipynb #t003
@@ -153,7 +153,7 @@ class _Choices:
                          'use a player that does not guess')
 
 # %% ../nbs/1_rules/36_true_credit.ipynb #t0154
-def said_next(
+def next_texts(
     policy,  # (text, rng) -> text, a scripted player
     text,    # str, everything so far
 ):
@@ -190,7 +190,7 @@ def exact_values(
         text = decode(ids)
         key = t.question.source, t.question.id, len(t.turns), text if state is None else state(text)
         if key not in known:
-            after = [(p * chance, *add_message(met, t, said)) for said, p in said_next(policy, text).items()
+            after = [(p * chance, *add_message(met, t, said)) for said, p in next_texts(policy, text).items()
                      for chance, met in ways]
             last = lambda t: float(earned([Group(t.question, [t])]))
             known[key] = sum(p * (last(u) if over else value(u)) for p, u, over in after)
@@ -287,7 +287,7 @@ def note_values(
     return out
 
 # %% ../nbs/1_rules/36_true_credit.ipynb #t026
-def _scaled(rewards, layout, seen, o):
+def _scale_rewards(rewards, layout, seen, o):
     "What each turn itself earned, in the scale that is asked for: (N, K)."
     x, mask = rewards_on_last(rewards, layout), layout.turn_mask
     if o['scale'] == 'group': return group_normalize(x, layout.groups, mask, eps=o['eps'])
@@ -316,7 +316,7 @@ PARTS = (
            facts={'turns': 'max_turns', 'read_by': 'metric'}, **_CHANGES),
     Reward('notes', r'\Phi(S_{k+1}) - \Phi(S_k)', 'ours', gives='changes',
            text=lambda groups, rewards, o: turn_changes(note_values(groups), index_groups(groups)[0])),
-    Rule('each', r'A_{i,k} = r_{i,k} / s', 'ours', credit=_scaled, compares=False,
+    Rule('each', r'A_{i,k} = r_{i,k} / s', 'ours', credit=_scale_rewards, compares=False,
          options={'scale': Option('batch', "s: the batch's root mean square, the group's deviation, or 1",
                                   choices=('batch', 'group', 'none')),
                   'eps': Option(1e-6, 'added to s', least=0)}),

@@ -9,7 +9,7 @@ __all__ = ['PARTS', 'check_binary', 'folr_rewards', 'turn_normalize', 'selective
 
 # %% ../nbs/1_rules/32_tspo.ipynb #c003
 import functools, math, re, torch
-from .groups import (cast_like, check_groups, check_tensors, check_turns, group_normalize, measured,
+from .groups import (cast_like, check_groups, check_tensors, check_turns, group_normalize, is_measured,
                               standardize, widen)
 from .metrics import drop_punctuation, normalize
 from .readers import BLANKLESS, to_nfc
@@ -82,7 +82,7 @@ def turn_normalize(
     if pad not in ('last', 'none'): raise ValueError(f"pad is 'last' or 'none', got {pad!r}")
     last = check_turns(turn_mask, x) - 1
     index = check_groups(groups, len(x))
-    valid = measured(x, turn_mask)
+    valid = is_measured(x, turn_mask)
     if pad == 'last':
         x = torch.where(turn_mask, x, x.gather(1, last[:, None]))
         valid = valid[:, :1].expand_as(valid)                      # a measured rollout counts at every turn

@@ -142,7 +142,7 @@ ratings_by_pair=[[r1_cor, r1_eff, r1_clar], [r2_cor, r2_eff, r2_clar], ...]
 # %% ../nbs/1_rules/35_turn_rewards.ipynb #c026
 _FORMAT = re.compile(r'<(?=/?(?:tool_call|tool_response|think|answer)>)|(?<=ratings)_(?=by_pair)|(?<=Pair) (?=\d)')
 
-def _quoted(text):
+def _quote(text):
     """A text that is graded, without what the grades are read by: a blank parts its tags, a hyphen stands in the name
     of the list and before the number of a pair, so that a judge who quotes it says nothing else."""
     return _FORMAT.sub(lambda m: '< ' if m[0] == '<' else '-', text)
@@ -156,10 +156,10 @@ def judge_prompt(
     for name in ('{question}', '{pairs}'):
         if name not in prompt: raise ValueError(f'a judge prompt needs the field {name}, got {prompt!r:.80}')
     turns = [t for t in trajectory.turns if t.observation_ids]
-    call = lambda t: _quoted(json.dumps(t.call, ensure_ascii=False)) if t.call else '(no well-formed call)'
-    pairs = [f'Pair {i}\n<tool_call>\n{call(t)}\n</tool_call>\n<tool_response>\n{_quoted(t.observation_text)}\n'
+    call = lambda t: _quote(json.dumps(t.call, ensure_ascii=False)) if t.call else '(no well-formed call)'
+    pairs = [f'Pair {i}\n<tool_call>\n{call(t)}\n</tool_call>\n<tool_response>\n{_quote(t.observation_text)}\n'
              '</tool_response>' for i, t in enumerate(turns, 1)]
-    fields = {'question': _quoted(trajectory.question.text), 'pairs': '\n\n'.join(pairs)}
+    fields = {'question': _quote(trajectory.question.text), 'pairs': '\n\n'.join(pairs)}
     return re.sub(r'\{(question|pairs)\}', lambda m: fields[m[1]], prompt), len(turns)
 
 # %% ../nbs/1_rules/35_turn_rewards.ipynb #c029
@@ -230,13 +230,13 @@ def _by_rules(groups, rewards, o):
     return rule_turn_rewards(groups, partial(rule_rewards, exec_reward=o['exec_reward'],
                                              answer_reward=o['answer_reward'], variant=o['variant']))
 
-def _brought(groups, rewards, o):
+def _tool_rewards(groups, rewards, o):
     "What the tools' own replies brought: (N, K), 0 where they said nothing."
     rows = [torch.tensor([turn.reward or 0. for turn in t.turns]) for g in groups for t in g.trajectories]
     return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
 
 PARTS = (
-    Reward('brought', r'r_{i,k}\ \text{as the tool says}', 'ORS (ToolOutput)', text=_brought,
+    Reward('brought', r'r_{i,k}\ \text{as the tool says}', 'ORS (ToolOutput)', text=_tool_rewards,
            needs=lambda o: Needs(tools=True)),
     Reward('rules', r'r_{i,k} = 0.1\cdot\text{ran} + 0.15\cdot\text{gold shown}', 'TIPS appendix E.4', text=_by_rules,
            options={'exec_reward': Option(0.1, 'reward of a call that ran', least=0),

@@ -51,7 +51,7 @@ def _tint(a, limit):
     alpha = 0.2 + 0.8 * min(abs(a) / limit, 1.0)
     return f'rgba({",".join(map(str, _MORE if a > 0 else _LESS))},{alpha:.2f})'
 
-def _signed(a):
+def _sign(a):
     "An advantage in words: sign, two decimals; exact zeros and missing ones can be told from small ones."
     if math.isnan(a): return 'missing'
     if a == 0: return '0'
@@ -64,16 +64,16 @@ def _bar(a, limit):
     side = 'left' if a > 0 else 'right'
     fill = f'<i style="{side}:50%;width:{share:.0f}%;background-color:{_tint(a, limit)}"></i>'
     return (f'<span class="crl-bar">{fill}</span> <b class="crl-number" style="background-color:{_tint(a, limit)}">'
-            f'{_signed(a)}</b>')
+            f'{_sign(a)}</b>')
 
 def _legend(limit):
     "The scale of the colours."
     if limit == 0:
         return '<div class="crl-legend">advantage: every one is 0 or missing, so nothing here is learned from</div>'
     ends = (_tint(-limit, limit), 'rgba(128,128,128,0.1)', _tint(limit, limit))
-    return (f'<div class="crl-legend">advantage <span>{_signed(-limit)}</span>'
+    return (f'<div class="crl-legend">advantage <span>{_sign(-limit)}</span>'
             f'<i style="background:linear-gradient(to right,{",".join(ends)})"></i>'
-            f'<span>{_signed(limit)}</span><span>less of this ← → more of this</span></div>')
+            f'<span>{_sign(limit)}</span><span>less of this ← → more of this</span></div>')
 
 # %% ../nbs/6_looking/72_view.ipynb #c017
 def _say(text):
@@ -92,7 +92,7 @@ def _say(text):
     return f'<div class="crl-say"><div>{"".join(out)}</div></div>'.replace('<div></div>', '')
 
 # %% ../nbs/6_looking/72_view.ipynb #c018
-def _marked(text, golds):
+def _mark_golds(text, golds):
     "A text as HTML with its golds marked."
     out, at = [], 0
     for start, end in gold_spans(text, golds):
@@ -103,7 +103,7 @@ def _marked(text, golds):
 def _observation(text, golds, fold):
     "What the tool said, folded if it is longer than `fold` characters."
     if not text: return ''
-    body, marks = _marked(text, golds), len(gold_spans(text, golds))
+    body, marks = _mark_golds(text, golds), len(gold_spans(text, golds))
     if len(text) <= fold: return f'<div class="crl-seen" style="margin-left:1.5em">{body}</div>'
     note = f'{len(text):,} characters' + (f', <mark>gold</mark> × {marks}' if marks else ', no gold')
     start = html.escape(text[:80].rsplit(' ', 1)[0])
@@ -353,7 +353,7 @@ def _rules(recording, names):
                       'why': None if known else max(whys, key=whys.count, default='there are no rollouts')})
     return rules, list(credit.values())
 
-def _chosen(rules, asked):
+def _choose_rules(rules, asked):
     "Which rules are shown at first: list of indices."
     can = [i for i, r in enumerate(rules) if r['why'] is None]
     if asked: return can
@@ -377,7 +377,7 @@ def _page_data(
     "What the page of a run shows, as JSON values. Raises ValueError on a rule that there is not."
     rows, credit = _rules(recording, list(METHODS if rules is None else rules))
     texts, why = _token_texts(recording)
-    chosen = _chosen(rows, rules)
+    chosen = _choose_rules(rows, rules)
     groups = [_group_data(a, [c[i] for c in credit], texts and texts[i], characters)
               for i, a in enumerate(recording.attempts)]
     of = lambda name: [x for g in groups for r in g['rollouts'] for x in r.get(name, ())]

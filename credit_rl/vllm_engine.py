@@ -193,7 +193,7 @@ def _set_environment(values):
         else: os.environ[name] = value
 
 @contextlib.contextmanager
-def _undisturbed(environment):
+def _keep_environment(environment):
     """Set environment variables for a while, {name: value}; then put them, this process's random states and torch's
     thread setting back as they were."""
     import numpy
@@ -245,7 +245,7 @@ for p in begun:
 """
 
 @contextlib.contextmanager
-def _watched():
+def _watch():
     "If this process is killed within a block, another one ends what was started there."
     quiet = dict.fromkeys(('stdin', 'stdout', 'stderr'), subprocess.DEVNULL)
     with subprocess.Popen([sys.executable, '-c', _WATCH, str(os.getpid())], start_new_session=True, **quiet) as watcher:
@@ -269,7 +269,7 @@ def _wake_when_dead(core):
     threading.Thread(target=watch, daemon=True).start()
 
 @contextlib.contextmanager
-def _heard(doing):
+def _say_doing(doing):
     "Say of a process that vLLM found dead what it was asked to do then."
     try: yield
     except Exception as e:
@@ -417,11 +417,11 @@ def _start_vllm(folder, arguments, own_process, gpu=None):
     own = {'worker_extension_cls': f'{_Tied.__module__}.{_Tied.__name__}'} if own_process else {}
     around = {'VLLM_ENABLE_V1_MULTIPROCESSING': str(int(own_process)), **dict.fromkeys(LAUNCHER)}
     if gpu: around['CUDA_VISIBLE_DEVICES'] = _visible_devices(gpu, os.environ.get('CUDA_VISIBLE_DEVICES'))
-    with _undisturbed(around):
+    with _keep_environment(around):
         config = EngineArgs(model=str(folder), skip_tokenizer_init=True, generation_config='vllm',
                             logprobs_mode='processed_logprobs', enable_prefix_caching=True, disable_log_stats=True,
                             **own, **arguments).create_engine_config()
-        with _heard('start'), _interruptible(), _watched() if own_process else contextlib.nullcontext():
+        with _say_doing('start'), _interruptible(), _watch() if own_process else contextlib.nullcontext():
             llm = LLMEngine(config, Executor.get_class(config), log_stats=False, multiprocess_mode=own_process)
             if own_process: llm.collective_rpc('end_with', args=(os.getpid(),))
     if own_process: _wake_when_dead(llm.engine_core)
@@ -446,7 +446,7 @@ class _Core:
         parameters = Parameters(**how, output_kind=RequestOutputKind.DELTA, skip_clone=True)
         row.request, self.count = str(self.count), self.count + 1
         self.live[row.request] = stream, row
-        with _heard('generate'):
+        with _say_doing('generate'):
             self.llm.add_request(row.request, tokens_input(row.ids), parameters, lora_request=self.adapter)
 
     def stop(self, row, finished=False):
@@ -462,7 +462,7 @@ class _Core:
     def step(self):
         """Let vLLM take one step and hand what is new to the streams. Raises RuntimeError where vLLM ended a turn that no
         rule of ours ends."""
-        with _heard('generate'): outputs = self.llm.step()
+        with _say_doing('generate'): outputs = self.llm.step()
         for output in outputs:
             if output.request_id not in self.live: continue   # it was called off
             (stream, row), new = self.live[output.request_id], output.outputs[0]
@@ -480,7 +480,7 @@ class _Core:
     @contextlib.contextmanager
     def changing(self, doing):
         "Call everything off and be awake, for a change of what samples."
-        with _heard(doing):
+        with _say_doing(doing):
             self.clear()
             if self.asleep: self.wake()
             yield
@@ -507,7 +507,7 @@ class _Core:
 
     def sleep(self, level):
         "Call everything off; free cached prefixes, and memory at level 1 or 2."
-        with _heard('sleep'):
+        with _say_doing('sleep'):
             self.clear()
             self.llm.sleep(level) if level else self.llm.reset_prefix_cache()
         self.asleep, self.hollow = level > 0, level == 2
@@ -516,7 +516,7 @@ class _Core:
         "Take memory back."
         if not self.asleep: return
         if torch.cuda.is_available(): torch.cuda.empty_cache()   # which PyTorch keeps from other processes until then
-        with _heard('wake'): self.llm.wake_up()
+        with _say_doing('wake'): self.llm.wake_up()
         self.asleep = False
 
 # %% ../nbs/machinery/21_vllm_engine.ipynb #x042

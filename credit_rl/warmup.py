@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['GATE', 'tiers', 'pool_tiers', 'cluster_questions', 'draw_evenly', 'GateReport', 'gate', 'Pairs', 'make_pairs',
            'draw_pairs', 'gold_shown', 'sign_pairs', 'segment_statistics', 'gate_again', 'context_values', 'GateFailed',
-           'WarmUp', 'critic_learner', 'warm_up', 'prompted', 'Missing', 'searching', 'TierChoice', 'Collection',
+           'WarmUp', 'critic_learner', 'warm_up', 'with_prompt', 'Missing', 'searching', 'TierChoice', 'Collection',
            'CollectionPlan', 'WarmupRollouts', 'read_collected', 'read_tiers', 'choose_questions', 'obedience',
            'Sampler', 'collect', 'Examination', 'WarmupResult', 'write_warmed', 'report_from', 'read_warmed']
 
@@ -24,10 +24,10 @@ from .launch import Ranks
 from .layout import hidden_states, pack
 from .learner import BadStep, Critic, FrozenModels, Learner, Optimiser, only_data
 from .models import json_hash, local_folder, model_hashes, write_model
-from .parts import Credit, Loss
+from .parts import Credit, Loss, Needs
 from .options import SettingsGroup, setting
 from .outcome import outcome_of, outcome_rewards
-from .protocol import PROTOCOLS, Chat, read_context, without_search, worded
+from .protocol import PROTOCOLS, Chat, read_context, without_search, reword
 from .rollout import rollout
 from .runlog import BoundedGzip, Journal, atomic_folder, atomic_write, read_json, read_params
 from .tools import PythonTool, SearchTool, returned_texts
@@ -334,7 +334,7 @@ def _state_layout(contexts, segments=None):
 def _read_states(learner, contexts):
     "What a learner's critic says at the end of contexts, dealt out over the ranks: (P,)."
     layout = _state_layout(contexts)
-    return learner.evaluate(layout, ('values',)).values[layout.trained]
+    return learner.evaluate(layout, Needs(values=True)).values[layout.trained]
 
 # %% ../nbs/4_learning/54_warmup.ipynb #c044
 def _teach(learner, pairs, chosen):
@@ -391,7 +391,7 @@ def warm_up(
     return history
 
 # %% ../nbs/4_learning/54_warmup.ipynb #c053
-def prompted(
+def with_prompt(
     env,   # Environment of one of CARL's protocols
     mode,  # 'direct', 'forced', 'optional', 'multi-hop'
 ):
@@ -406,7 +406,7 @@ def prompted(
                          f'{", ".join(n for n in PROTOCOLS if n.startswith("carl"))}')
     asked = chat.protocol if wanted == name else replace(PROTOCOLS[wanted], user=chat.protocol.user)
     if mode in env.other_prompts and wanted != name:
-        asked = worded(asked, system_prompt=env.other_prompts[mode], today=env.today)
+        asked = reword(asked, system_prompt=env.other_prompts[mode], today=env.today)
     if env.tool is not None and env.tool.search is None: asked = without_search(asked)
     chat = Chat(asked, chat.tokenizer, chat.template, chat.options, chat.history)
     return replace(env, chat=chat, tool=None if mode == 'direct' else env.tool)
@@ -587,7 +587,7 @@ def collect(
     At random no tier is asked for, and each is 0. Raises ValueError where a tier is empty."""
     if how.collected == 'random' and how.prompts_by == 'all': tier = torch.zeros(len(questions), dtype=torch.long)
     elif known is not None: tier = known
-    else: tier = tiers(player.play(prompted(env, 'direct'), questions, how.tries, 'tiers', how.seed), how.metric)
+    else: tier = tiers(player.play(with_prompt(env, 'direct'), questions, how.tries, 'tiers', how.seed), how.metric)
     found = [int((tier == t).sum()) for t in (1, 2)]
     if any(found): say(f'{len(questions)} questions: {found[1]} that it knows (Tier 2), {found[0]} that it does not (Tier 1)')
     if 0 in found and any(found):
@@ -607,8 +607,8 @@ def collect(
         for part, where in ((sorted(set(chosen) - elsewhere), env), (sorted(elsewhere), other)):
             part = list(filter(fits.get(mode, lambda i: True), part))
             if not part: continue
-            groups = player.play(prompted(where, mode), [questions[i] for i in part], how.repeats, 'collect', how.seed,
-                                 mode)
+            groups = player.play(with_prompt(where, mode), [questions[i] for i in part], how.repeats, 'collect',
+                                 how.seed, mode)
             played += [Group(g.question, [t]) for g in groups for t in g.trajectories]
             own += [int(tier[i]) for i in part for _ in range(how.repeats)]
         prompts += [mode] * (len(played) - len(prompts))

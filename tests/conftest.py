@@ -1,6 +1,7 @@
 """Fixtures that every test may use, and how tests are marked, bounded and ordered (see pytest.ini)."""
 import contextlib
 import functools
+import hashlib
 import inspect
 import json
 import os
@@ -245,6 +246,29 @@ def spoken(tmp_path_factory):
                     eos_token_id=tokenizer.eos_token_id)).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return str(folder)
+
+
+@pytest.fixture(scope='session')
+def finished(tmp_path_factory):
+    """A function of settings, beside those of a short run, to the folder of a run of theirs that is over. It is made
+    once, for all workers, and is only read: who writes into it takes a copy. Its lines lie beside it, in `lines`."""
+    place = tmp_path_factory.getbasetemp()
+    if 'PYTEST_XDIST_WORKER' in os.environ: place = place.parent
+    def run(**settings):
+        import torch
+        from filelock import FileLock
+        from credit_rl.train import train
+        from made_runs import SHORT
+        text = json.dumps(settings := {**SHORT, **settings}, sort_keys=True)
+        folder = place / 'finished' / hashlib.sha256(text.encode()).hexdigest()[:16] / 'run'
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(folder.parent / 'lock'), pytest.MonkeyPatch.context() as patch:
+            if (folder.parent / 'lines').exists(): return folder
+            patch.setattr(torch.cuda, 'is_available', lambda: False)
+            train({**settings, 'run': str(folder)}, say=(lines := []).append)
+            (folder.parent / 'lines').write_text('\n'.join(lines))
+        return folder
+    return run
 
 
 @pytest.fixture(scope='session')

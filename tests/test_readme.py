@@ -55,21 +55,6 @@ def test_links_lead_somewhere():
         links) > 10 and not [x for x in links if not x.startswith('https://') and not (ROOT / 'nbs' / x).exists()]
 
 
-def test_readme_names_the_commands_that_make_has():
-    makefile = (ROOT / 'Makefile').read_text()
-    for command in ('demo', 'test', 'compare', 'lab', 'reports', 'docs'):
-        assert f'make {command}' in README and f'\n{command}:' in makefile
-    assert 'git clone --depth 1' in README
-
-
-def test_tour_comes_first():
-    links = re.findall(r'\]\(([^)]+)\)', README)
-    assert links[0] == 'nbs/000_tour.ipynb'
-    path = re.search(r'- From (\[000_tour.*the path leads to .*)', README)[1]
-    assert [re.sub(r'\D.*', '', Path(link).name) for link in re.findall(r'\]\(([^)]+)\)', path)] == \
-        ['000', '00', '28', '60', '63']
-
-
 def pages_of(folder):
     "Pages that a chapter's README lists, in its order: list of (name of the notebook, what is said of it)."
     return re.findall(r'^- \[.*\]\((\w+)\.ipynb\): (.*)$', (folder / 'README.md').read_text(encoding='utf-8'), re.M)
@@ -92,12 +77,6 @@ def test_every_page_on_the_path_leads_to_the_next():
     path = ['000_tour', *rules[:rules.index('1_rules/60_methods') + 1]]
     for name, after in zip(path, [*path[1:], '5_run/63_train']):
         assert f'Next, `{Path(after).name}`' in ''.join(cells_of(name)[-1]['source']), name
-
-
-def test_five_papers_have_their_notebooks():
-    section = README.split('## The five papers')[1].split('\n## ')[0]
-    rows = [line for line in section.splitlines() if line.startswith('|')][2:]
-    assert len(rows) == 5 and all('arxiv.org/abs/' in row and '.ipynb)' in row for row in rows)
 
 
 def test_the_tour_maps_every_notebook():

@@ -17,12 +17,9 @@ from pathlib import Path
 import pytest
 
 from credit_rl import api
-from credit_rl.compare import find_runs
 from credit_rl.methods import METHODS, compose
 from credit_rl.options import Option, flat
-from credit_rl.parameters import notebooks_in
 from credit_rl.parts import Row
-from credit_rl.runlog import read_summary
 from credit_rl.settings import Config, check, make_config
 import build as site_build   # docs/build.py and what it is made of
 import notebooks
@@ -93,11 +90,6 @@ def test_pages_show_what_parts_say():
     assert '`alpha`' not in page
 
 
-def test_names_of_pages_differ_and_need_no_escape():
-    names = [page_name(name) for name in METHODS]
-    assert len(set(names)) == len(names) and all(re.fullmatch('[a-z0-9-]+', name) for name in names)
-
-
 # ---- what is stored ----
 
 def test_a_stored_curve_is_drawn_and_its_results_shown(archive, tmp_path):
@@ -106,15 +98,6 @@ def test_a_stored_curve_is_drawn_and_its_results_shown(archive, tmp_path):
     page = method_page(METHODS['tspo'], about)
     assert f']({about.picture})' in page and '| tspo | 3 |' in page
     assert 'is stored' in sections(method_page(METHODS['oracle'], stored_about(METHODS['oracle'], archive)))['Curve']
-
-
-def test_every_method_that_was_run_has_its_curve(root, archive):
-    "Also one whose folders cannot have its name (mt-grpo*), and one that was given an option (tips)."
-    run = {read_summary(folder)['method'] for folder in find_runs(root / 'runs' / 'sweep')} & set(METHODS)
-    assert {'mt-grpo*', 'tips', 'tspo'} <= run
-    for name in run:
-        about = stored_about(METHODS[name], archive)
-        assert about.runs == 'runs/sweep' and re.search(rf'^\| {re.escape(name)}[ (]', about.table, re.M), name
 
 
 def test_a_stored_audit_is_shown_on_its_methods_page(tmp_path):
@@ -127,13 +110,6 @@ def test_a_stored_audit_is_shown_on_its_methods_page(tmp_path):
                                               '| `runs/mine` | 0.75 (0.60 to 0.90) | 0.50 |']
     assert audit['igpo'].splitlines()[4] == '| `runs/mine` |  | 0.50 |'
     assert 'No audit' in audit['grpo'] and "'rules=[grpo]'" in audit['grpo']
-
-
-def test_an_old_audits_signal_has_no_interval():
-    "It has a cosine, and was made when these intervals did not cover."
-    row = {'signal to noise': '1.5', 'signal to noise, low': '1.4', 'signal to noise, high': '1.6'}
-    assert site_pages._measures(row) == {'signal to noise': '1.50 (1.40 to 1.60)'}
-    assert site_pages._measures(row | {'cosine': '.9'}) == {'signal to noise': '1.50'}
 
 
 def test_results_are_the_stored_tables(root):
@@ -187,19 +163,6 @@ def test_notebooks_lose_directives_and_hidden_cells_and_keep_outputs(site_read):
         left_out = [c for c in notebook['cells'] if re.search(r'^#\s*\|\s*hide\b', ''.join(c['source']), re.M)]
         count = lambda cells: sum(len(c.get('outputs', ())) for c in cells)
         assert count(shown) == count(notebook['cells']) - count(left_out), path
-
-
-def test_the_contents_follow_the_chapters(site_read, root):
-    assert set(site_read.notebooks) == {str(p.relative_to(root)) for p in notebooks_in(root / 'nbs')} - {
-        'nbs/index.ipynb'}
-    folders = list(site_read.chapters)
-    assert folders == [*sorted(f for f in folders if f[0].isdigit()), 'machinery', 'experiments', 'papers']
-    sections = {title: of for entry in notebooks.notebook_nav(site_read) for title, of in entry.items()}
-    assert len(sections) == len(folders) + 1
-    assert [*sections['Runs, for papermill'][0].values()] == ['nbs/90_train.ipynb']
-    for folder, (title, (index, *entries)) in zip(folders, sections.items()):
-        assert index == f'nbs/{folder}/index.md' and title == notebooks.chapter_title(folder, site_read)
-        assert [path for entry in entries for path in entry.values()] == site_read.chapters[folder]
 
 
 @pytest.fixture

@@ -113,12 +113,6 @@ def test_one_line_is_all_that_the_rule_changes(followed, checkout, guide):
     assert new == old
 
 
-def test_the_guide_is_short(guide):
-    "Thirty lines of code, give or take what shows them."
-    code = [line for text in blocks(guide, 'python') for line in text.splitlines() if line.strip()]
-    assert 25 <= len(code) <= 40 and all(len(line) <= 120 for line in code)
-
-
 @pytest.mark.long
 @pytest.mark.process
 def test_what_the_guide_says_is_refused_is_refused(followed, checkout):

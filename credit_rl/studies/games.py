@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['SIZES', 'QUESTIONS', 'Way', 'Spot', 'Game', 'make_game', 'action_chances', 'game_values', 'visit_chances',
-           'two_coins', 'Moves', 'play_on', 'draw_moves', 'group_moves', 'earned_before', 'base_right', 'many_parts',
-           'chain', 'near_miss', 'asking', 'searches', 'repair', 'stopping', 'staged', 'silent']
+           'two_coins', 'Moves', 'play_on', 'draw_moves', 'group_moves', 'earnings_before', 'base_right', 'many_parts',
+           'chain', 'near_miss', 'asking', 'searches', 'repair', 'stopping', 'make_stages', 'silent']
 
 # %% ../../nbs/experiments/37_games.ipynb #g002
 import functools, itertools, math
@@ -242,7 +242,7 @@ def group_moves(
     return groups
 
 # %% ../../nbs/experiments/37_games.ipynb #c014s2
-def earned_before(game, moves):
+def earnings_before(game, moves):
     "What each rollout had earned before each turn: (N, K), and in all: (N,)."
     gain = torch.where(moves.turn_mask, game.earns[moves.spot.clamp(min=0), moves.action, moves.way], 0.)
     return gain.cumsum(1) - gain, gain.sum(1)
@@ -264,7 +264,7 @@ def _kinds_of(name, sizes, questions, turns, draw=0):
     generator = torch.Generator().manual_seed(seed_of('kinds', name, *[draw] * (draw > 0)))
     return torch.randint(sizes[1], (questions, turns), generator=generator).tolist()
 
-def _solved(function, wanted, low=-20., high=20.):
+def _root(function, wanted, low=-20., high=20.):
     """Where a rising function takes a value, by halving: float. Raises ValueError where it misses it by one part in a
     hundred."""
     for _ in range(40):
@@ -312,7 +312,7 @@ def chain(turns=3, right=.1, sizes=SIZES, questions=QUESTIONS, draw=0, every=1):
                      (f'gold{q}' if g else f'other{a}') if over else None, float(over and g)),)
                 for a, g in enumerate(good)))
     game = make_game(f'chain {turns}' + f' every {every}' * (every > 1), spots, starts, dict(enumerate(features)), 0. * hidden)
-    return replace(game, base=hidden * _solved(lambda lean: base_right(game, lean * hidden), right))
+    return replace(game, base=hidden * _root(lambda lean: base_right(game, lean * hidden), right))
 
 # %% ../../nbs/experiments/37_games.ipynb #c020
 def _blocks(*widths):
@@ -343,8 +343,8 @@ def near_miss(right=.025, found=.5, sizes=SIZES, questions=QUESTIONS, draw=0):
     game = make_game(f'near miss {right}', spots, starts, features, weights(0., 0.))
     kinds, wanted = torch.tensor(drawn)[:, 0], torch.tensor(query)
     finds = lambda lean: (lean * xs[kinds] @ ws).softmax(1).gather(1, wanted[kinds, None]).mean().item()
-    lean = _solved(finds, found)
-    return replace(game, base=weights(lean, _solved(lambda by: base_right(game, weights(lean, by)), right)))
+    lean = _root(finds, found)
+    return replace(game, base=weights(lean, _root(lambda by: base_right(game, weights(lean, by)), right)))
 
 # %% ../../nbs/experiments/37_games.ipynb #c021
 def asking(sizes=SIZES, questions=QUESTIONS, asks=.8, reads=.8, draw=0):
@@ -371,7 +371,7 @@ def asking(sizes=SIZES, questions=QUESTIONS, asks=.8, reads=.8, draw=0):
                      float(on and a == write[w])),) for a in range(sizes[0])))
     wide = lambda hidden, lean: lean * pad(hidden, (0, sizes[0] - hidden.shape[1]))
     rate = lambda x, hidden, right: lambda lean: (lean * x @ hidden).softmax(1)[range(len(right)), right].mean().item()
-    reading, writing_ = (_solved(rate(*skill), reads) for skill in ((xr, wr, read), (xw, ww, write)))
+    reading, writing_ = (_root(rate(*skill), reads) for skill in ((xr, wr, read), (xw, ww, write)))
     lean = torch.zeros(1, sizes[0])
     lean[0, 1] = math.log(asks / (1 - asks))
     base = torch.cat([wide(wa, 0.), wide(wr, reading), wide(ww, writing_), lean])
@@ -410,8 +410,8 @@ def searches(count=2, right=.2, near=.5, sizes=SIZES, questions=QUESTIONS, draw=
     weights = lambda lean, by: torch.cat([lean * ws, by * wr])
     game = make_game(f'searches {count} right {right} near {near}', spots, starts, features, weights(0., 0.))
     hits = _hits(xs, ws, query, [kinds[:-1] for kinds in drawn])
-    lean = _solved(lambda lean: hits(lean).prod(1).mean().item(), right + near * (1 - right))
-    return replace(game, base=weights(lean, _solved(lambda by: base_right(game, weights(lean, by)), right)))
+    lean = _root(lambda lean: hits(lean).prod(1).mean().item(), right + near * (1 - right))
+    return replace(game, base=weights(lean, _root(lambda by: base_right(game, weights(lean, by)), right)))
 
 def repair(rate=.2, right=.1, found=.5, sizes=SIZES, questions=QUESTIONS, draw=0):
     """A search that shows the gold in `found` of the base's rollouts; a turn that, in `rate` of the others, shows it
@@ -438,9 +438,9 @@ def repair(rate=.2, right=.1, found=.5, sizes=SIZES, questions=QUESTIONS, draw=0
             spots[q, 'read', on] = Spot(('read', (kinds if on else others)[2]), ('read', on), ways)
     weights = lambda *leans: torch.cat([lean * w for lean, (_, w, _) in zip(leans, skills)])
     game = make_game(f'repair {rate}', spots, starts, features, weights(0., 0., 0.))
-    lean, mend = (_solved(lambda by: _hits(*skill, [k[i] for k in drawn])(by).mean().item(), wanted)
+    lean, mend = (_root(lambda by: _hits(*skill, [k[i] for k in drawn])(by).mean().item(), wanted)
                   for i, (skill, wanted) in enumerate(zip(skills, (found, rate))))
-    return replace(game, base=weights(lean, mend, _solved(lambda by: base_right(game, weights(lean, mend, by)), right)))
+    return replace(game, base=weights(lean, mend, _root(lambda by: base_right(game, weights(lean, mend, by)), right)))
 
 def stopping(turns=3, right=.05, stops=.4, found=.5, sizes=SIZES, questions=QUESTIONS, draw=0):
     """In every turn but the last the first action stops, and a reading follows; the others search, and one of them
@@ -466,20 +466,20 @@ def stopping(turns=3, right=.05, stops=.4, found=.5, sizes=SIZES, questions=QUES
             spots |= {(q, 'read', k, on): Spot(('read', (kinds if on else others)[-1]), ('read', k, on), ways)
                       for k in range(1, turns)}
     hits = _hits(xs, ws, query, [kinds[:-1] for kinds in drawn])
-    lean = _solved(lambda by: hits(by).mean().item(), found)
+    lean = _root(lambda by: hits(by).mean().item(), found)
     total = (lean * xs @ ws).logsumexp(1)
     flags = torch.zeros(2, sizes[0])
-    flags[:, 0] = _solved(lambda by: (by - total).sigmoid().mean().item(), stops)
+    flags[:, 0] = _root(lambda by: (by - total).sigmoid().mean().item(), stops)
     weights = lambda by: torch.cat([lean * pad(ws, (1, 0)), by * wr, flags])
     game = make_game(f'stopping {turns}', spots, starts, features, weights(0.))
-    return replace(game, base=weights(_solved(lambda by: base_right(game, weights(by)), right)))
+    return replace(game, base=weights(_root(lambda by: base_right(game, weights(by)), right)))
 
 # %% ../../nbs/experiments/37_games.ipynb #c022
-def _tagged(tag, word):
+def _tag(tag, word):
     "A turn of PRS's protocol; a tag that is not closed where there is no tag."
     return f'<reasoning> so </reasoning> <{tag}> {word} </{tag}>' if tag else f'<reasoning> so <tool_call> {word}'
 
-def staged(form=.5, choice=.4, sizes=SIZES, questions=QUESTIONS, draw=0):
+def make_stages(form=.5, choice=.4, sizes=SIZES, questions=QUESTIONS, draw=0):
     """A call and an answer, each well-formed with chance `form` in the base, which then finds the right word with
     `choice`: `Game`. The first half of the actions are well-formed words, the others are malformed."""
     half, one = sizes[0] // 2, torch.ones(1)
@@ -491,14 +491,14 @@ def staged(form=.5, choice=.4, sizes=SIZES, questions=QUESTIONS, draw=0):
         gold, on = f'gold{q}', lambda a: a == query[s]
         starts[Question(f'q{q}', f'question {q}', [gold], 'stages')] = q, 'call'
         spots[q, 'call'] = Spot(('call', s), 'call', tuple(
-            (Way(1., (q, on(a)), _tagged('tool_call', f'word{a}'), f'a page with {gold}' if on(a) else f'page {a}'),)
-            if a < half else (Way(1., (q, False), _tagged('', f'word{a}'), 'not well-formed', result=Result.MALFORMED),)
+            (Way(1., (q, on(a)), _tag('tool_call', f'word{a}'), f'a page with {gold}' if on(a) else f'page {a}'),)
+            if a < half else (Way(1., (q, False), _tag('', f'word{a}'), 'not well-formed', result=Result.MALFORMED),)
             for a in range(sizes[0])))
         for found in (True, False):
             says = [gold if found and a == read[r] else f'other{a}' for a in range(half)]
             spots[q, found] = Spot(('answer', r), found, tuple(
-                (Way(1., None, _tagged('answer', says[a]), '', says[a], float(says[a] == gold)),) if a < half else
-                (Way(1., None, _tagged('', f'word{a}'), result=Result.MALFORMED),) for a in range(sizes[0])))
+                (Way(1., None, _tag('answer', says[a]), '', says[a], float(says[a] == gold)),) if a < half else
+                (Way(1., None, _tag('', f'word{a}'), result=Result.MALFORMED),) for a in range(sizes[0])))
     base = torch.cat([_formed_base(x, hidden, right, form, choice) for x, hidden, right in
                       ((xs, ws, query), (xr, wr, read))])
     return make_game(f'stages {form}', spots, starts, features, base)
@@ -507,9 +507,9 @@ def _formed_base(features, hidden, right, form, choice):
     "Weights of a skill and of being well-formed: right with `choice` among the words, which are taken with `form`."
     wanted, half = torch.tensor(right)[:, None], hidden.shape[1]
     logits = lambda lean: lean * features @ hidden
-    lean = _solved(lambda lean: logits(lean).softmax(1).gather(1, wanted).mean().item(), choice)
+    lean = _root(lambda lean: logits(lean).softmax(1).gather(1, wanted).mean().item(), choice)
     total = logits(lean).logsumexp(1)
-    well = _solved(lambda well: (well + total - math.log(half)).sigmoid().mean().item(), form)
+    well = _root(lambda well: (well + total - math.log(half)).sigmoid().mean().item(), form)
     return torch.cat([pad(lean * hidden, (0, half)), torch.tensor([[well] * half + [0.] * half])])
 
 # %% ../../nbs/experiments/37_games.ipynb #c023
@@ -528,4 +528,4 @@ def silent(easy=.5, right=.4, sizes=SIZES, questions=QUESTIONS, draw=0):
     base = lambda lean: torch.cat([lean * hidden, 8. * torch.eye(sizes[0])])
     made = make_game(f'silent {easy}', spots, starts, cells, base(0.), goal=easy + (1 - easy) * .7,
                      questions_per_step=8, group_size=4)
-    return replace(made, base=base(_solved(lambda lean: base_right(made, base(lean)), easy + (1 - easy) * right)))
+    return replace(made, base=base(_root(lambda lean: base_right(made, base(lean)), easy + (1 - easy) * right)))

@@ -21,11 +21,10 @@ from ..jobs import Job, run_jobs
 from ..options import dotted, flat, options_in
 from ..parameters import by_group, from_settings, make_parser, read_settings
 from ..prepare import Warming
-from ..runlog import FolderInUse, check_free, read_params, read_summary
+from ..runlog import MAY_CHANGE, FolderInUse, check_free, read_params, read_summary
 from ..settings import Config
 from ..setup import load_of, plan_of
 from .longform import JudgeChoice
-from ..train import MAY_CHANGE
 
 # %% ../../nbs/papers/84_papers.ipynb #r002
 def papers_folder():

@@ -111,7 +111,7 @@ def _averages(lines, name='run'):  # list of (label, dict)
     table = pd.DataFrame([{name: label, **line} for label, line in lines]).groupby(name, sort=False)
     return table.mean(numeric_only=True).assign(seeds=table.size())
 
-def _logged(row, names):
+def _load_logged(row, names):
     "Metrics of a run at the steps that logged all the names: DataFrame. Raises ValueError where there is none."
     table = load_runs([row.run])
     if not {*names} <= {*table} or (table := table.dropna(subset=list(names))).empty:
@@ -122,7 +122,7 @@ def time_table(rows):
     """Seconds of a step, of them the teacher's scoring, the step without it, and what scoring adds to that (TIPS tables
     14 and 15, TSPO table 5): a pandas DataFrame."""
     def of(row):
-        table = _logged(row, ['seconds_step'])
+        table = _load_logged(row, ['seconds_step'])
         step, scoring = table.seconds_step.mean(), table.get('seconds_teacher', 0 * table.seconds_step).fillna(0).mean()
         return {'a step': step, 'scoring': scoring, 'without': step - scoring, 'overhead': scoring / (step - scoring)}
     return _means(rows, of)
@@ -131,7 +131,7 @@ def _regression_table(rows):
     """Seconds of a step as a line in the mean length of its rollouts, least squares: slope, intercept, R², mean length
     (TIPS table 16): a pandas DataFrame. NaN where all steps are equally long."""
     def of(row):
-        table = _logged(row, ['seconds_step', 'tokens'])
+        table = _load_logged(row, ['seconds_step', 'tokens'])
         x, y = table.tokens.to_numpy(), table.seconds_step.to_numpy()
         slope, at_0 = np.polyfit(x, y, 1) if np.ptp(x) > 0 else (math.nan, math.nan)
         rest = ((y - slope * x - at_0) ** 2).sum() / ((y - y.mean()) ** 2).sum() if np.ptp(y) > 0 else math.nan
@@ -474,7 +474,7 @@ def _tokenizer_of(run):
     try: return load_tokenizer(base_folder(params['model'], run, params.get('critic.warmed')))
     except (OSError, ValueError, ImportError, KeyError): return None
 
-def _laid_out(pieces, width=110):  # list of (text, advantage or None)
+def _lay_out(pieces, width=110):  # list of (text, advantage or None)
     "Pieces of text on lines: list of lists of (column, text, advantage)."
     lines, at = [[]], 0
     for text, a in pieces:
@@ -514,11 +514,11 @@ def _rollout_figure(
     row, t, r = sorted(found, key=largest)[number]
     tokens, tokenizer = _token_advantages(t, r), _tokenizer_of(row.run)
     limit = max(abs(a) for turn in tokens for a in turn if a is not None) or 1.
-    lines = _laid_out(_pieces('question: ' + t.question.text, None, 110))
+    lines = _lay_out(_pieces('question: ' + t.question.text, None, 110))
     for turn, mean, own in zip(t.turns, r['advantages'], tokens):
         head = (f'[{math.nan if mean is None else mean:+.2f}] ', None)
-        lines += _laid_out([head, *_token_pieces(turn, own, tokenizer)])
-        if turn.observation_text: lines += _laid_out(_pieces(turn.observation_text, None))
+        lines += _lay_out([head, *_token_pieces(turn, own, tokenizer)])
+        if turn.observation_text: lines += _lay_out(_pieces(turn.observation_text, None))
     fig, (ax,) = _panels(1, 9, .5 + .19 * len(lines))
     for y, line in enumerate(lines):
         for at, text, a in line:
@@ -606,7 +606,7 @@ def _asking_rates(
                 'questions, tier 1': len(found[1]), 'questions, tier 2': len(found[2])}
     return _means([row for own in labels.values() for row in own], of)
 
-def _examined(rows):
+def _examined_runs(rows):
     "Runs that were examined: list of Path. Raises ValueError where one was not."
     for row in rows:
         if 'competence' not in (read_summary(row.run) or {}): raise ValueError(f'{row.run} was not examined')
@@ -614,7 +614,7 @@ def _examined(rows):
 
 def _each_label(table, rows):
     import pandas as pd
-    return pd.concat({label: table(_examined(own)) for label, own in _by_label(rows).items()}, names=['run'])
+    return pd.concat({label: table(_examined_runs(own)) for label, own in _by_label(rows).items()}, names=['run'])
 
 def _broken_table(rows):
     "Exact match on what is known, with a tool that fails (CARL table 16): a pandas DataFrame, see `resilience_table`."
@@ -630,13 +630,13 @@ def _mechanism_table(rows):
 def _sign_rates(rows):
     """How often the critic rose where a note kept a gold, and fell where it lost one (CARL table 12): a pandas
     DataFrame, a row for each label and case. Raises ValueError on runs without a critic."""
-    found = [(row.label, read_summary(run)['competence']['critic']) for row, run in zip(rows, _examined(rows))]
+    found = [(row.label, read_summary(run)['competence']['critic']) for row, run in zip(rows, _examined_runs(rows))]
     if not any(critic for _, critic in found): raise ValueError('none of these runs has a critic')
     table = _averages([(f'{label}, {case}', {'n': float(x['n']), 'did': float(x['did'])})
                        for label, critic in found if critic for case, x in critic['signs'].items()])
     return table.assign(rate=table.did / table.n.where(table.n > 0))
 
-def _binned(chances, outcomes):
+def _bin_chances(chances, outcomes):
     "Share right in ten bins of a chance: list of float, NaN in empty ones."
     place = (chances * 10).long().clamp(0, 9)
     return [outcomes[place == i].mean().item() for i in range(10)]
@@ -651,7 +651,7 @@ def _calibration_table(rows):
         if not pairs: raise ValueError(f'{own[0].run} kept no calibration')
         p, y = torch.tensor(pairs).float().T
         above = (p[y == 1][:, None] > p[y == 0]).float() + .5 * (p[y == 1][:, None] == p[y == 0])
-        bins = {f'{i / 10:.1f} to {(i + 1) / 10:.1f}': share for i, share in enumerate(_binned(p, y))}
+        bins = {f'{i / 10:.1f} to {(i + 1) / 10:.1f}': share for i, share in enumerate(_bin_chances(p, y))}
         columns[label] = {**bins, 'ECE': expected_calibration_error(p, y), 'Brier': brier(p, y),
                           'AUC': above.mean().item()}
     return pd.DataFrame(columns)
@@ -667,7 +667,8 @@ def _competence_figure(rows):
     names = [n for n in wanted if n in logged and logged[n].notna().any()]
     fig, axes = _panels(1 + len(names))
     for kind, colour in zip(pairs, ('#0173b2', '#de8f05', '#029e73', *SPARE_COLOURS)):
-        axes[0].plot([.05 + i / 10 for i in range(10)], _binned(*pairs[kind]), 'o-', ms=3, color=colour, label=kind)
+        axes[0].plot([.05 + i / 10 for i in range(10)], _bin_chances(*pairs[kind]), 'o-', ms=3, color=colour,
+                     label=kind)
     axes[0].plot([0, 1], [0, 1], '--', color='#999999', lw=.8)
     axes[0].set(xlabel="warmed-up critic's chance at the question", ylabel='share right', xlim=(0, 1), ylim=(0, 1))
     for ax, name in zip(axes[1:], names):
@@ -715,7 +716,7 @@ def _explained_table(rows):
     """Explained variance of the outcome by the critic's values on held-out rollouts, by step (CARL table 13): a pandas
     DataFrame, a column for each label, at every fiftieth step, or ten of a run that is shorter."""
     import pandas as pd
-    of = lambda row: _logged(row, ['gate_explained']).set_index('step').gate_explained
+    of = lambda row: _load_logged(row, ['gate_explained']).set_index('step').gate_explained
     table = pd.DataFrame({label: pd.concat(map(of, own), axis=1).mean(axis=1)
                           for label, own in _by_label(rows).items()}).sort_index()
     if table.index.max() >= 100: return table[table.index % 50 == 0]
@@ -729,7 +730,7 @@ DRAWINGS = {f.__name__.removeprefix("_"): f for f in (
     _length_figure, stack_figure, _advantage_figure, _rollout_figure, _state_figure, _tier_table, _asking_rates, _broken_table,
     _mechanism_table, _sign_rates, _calibration_table, _competence_figure, _bucket_table, _tier_figure, _explained_table)}
 
-def _seen_inside(rows):
+def _seen_lines(rows):
     "What is said of evaluated questions that a model was trained on, or chosen by: list of str."
     lines = []
     for row in rows:
@@ -749,7 +750,7 @@ def draw_rows(
     there = [row for row in rows if not row.lacks]
     lines = [f'left out: {row.label}, seed {row.seed}: {row.lacks[0]}' for row in rows if row.lacks]
     if not there: raise ValueError('\n  '.join(['no row is made yet:', *lines[:6]]))
-    return DRAWINGS[entry.draw](there, **entry.arguments), lines + _seen_inside(there)
+    return DRAWINGS[entry.draw](there, **entry.arguments), lines + _seen_lines(there)
 
 def _entry_lines(
     entry,     # Entry

@@ -23,7 +23,7 @@ from ..rollout import RolloutSize, rollout
 from ..runlog import plain_json, read_json, stored_folders, write_json, writing
 from ..settings import Acting, Config, Task, check, make_config
 from ..setup import bound_method, make_engine, make_setup, origin_of
-from ..warmup import TierChoice, context_values, make_pairs, prompted, read_warmed, tiers
+from ..warmup import TierChoice, context_values, make_pairs, with_prompt, read_warmed, tiers
 
 # %% ../../nbs/experiments/68_when_to_ask.ipynb #q005
 def first_choice(trajectory):
@@ -170,7 +170,7 @@ class AskingChoice(RolloutSize, TierChoice):
     attempts: int = setting(16, 'attempts at each', least=2)
 
 # %% ../../nbs/experiments/68_when_to_ask.ipynb #q034x3
-def _asked_of(settings, how):  # dict of a whole configuration, AskingChoice
+def _answer_key(settings, how):  # dict of a whole configuration, AskingChoice
     "What an answer depends on: dict of JSON values."
     names = {*flat_options(Task), *flat_options(Acting)}
     names |= {'seed', 'method', 'options', 'model', 'critic.warmed'}
@@ -202,7 +202,7 @@ def run_asking(
         questions = random.Random(config.seed).sample(there, min(how.asked or len(there), len(there)))
         metric = bound_method(config, stage.chat).metric
         say(f'{len(questions)} questions, {how.tries} answers each without tools')
-        alone = rollout(engine, prompted(env, 'direct'), questions, how.tries, config.sampling,
+        alone = rollout(engine, with_prompt(env, 'direct'), questions, how.tries, config.sampling,
                         seed_of('tiers', config.seed))
         known = (tiers(alone, metric) == 2).tolist()
         say(f'{sum(known)} are known; {how.attempts} attempts each with the choice')
@@ -213,7 +213,7 @@ def run_asking(
         write_json(folder/'asking.json', plain_json({
             'says': said, 'asking': asking.to_dict('index'), 'form': form, 'questions': len(questions),
             'attempts': how.attempts, 'bias': None if bias is None else bias.reset_index().to_dict('records'),
-            'settings': _asked_of(flat(config), how)}))
+            'settings': _answer_key(flat(config), how)}))
     return said, asking, bias, form
 
 # %% ../../nbs/experiments/68_when_to_ask.ipynb #135bb1a6
@@ -237,7 +237,7 @@ def _ask(settings, how):  # dict, AskingChoice
     "Find out, or read what was found before, and print it. Raises ValueError where that was by other settings."
     config = make_config(settings, print)
     if (path := Path(config.run)/'asking.json').exists():
-        found, now = read_json(path), _asked_of(flat(config), how)
+        found, now = read_json(path), _answer_key(flat(config), how)
         before = dotted(found['settings'])
         changed = [f'{k}: {before.get(k)!r} before, {v!r} now' for k, v in now.items() if before.get(k) != v]
         if changed: raise ValueError(f'{path} was found by other settings ({"; ".join(changed)}): give the same, or '

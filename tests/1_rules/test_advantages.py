@@ -654,7 +654,7 @@ def test_lists_and_arrays_are_told_of_as_tensor(name):
     for argument, value in tensors.items():
         if argument not in CALLS[name]: continue
         for wrong in (value, np.array(value)):
-            with pytest.raises(TypeError, match='must be an? (integer )?tensor.*torch.as_tensor'):
+            with pytest.raises(TypeError, match='as_tensor'):
                 called(name, **{argument: wrong})
 
 

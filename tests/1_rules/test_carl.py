@@ -5,11 +5,7 @@ import pytest, torch
 from hypothesis import given, settings, strategies as st
 from torch.testing import assert_close
 
-from credit_rl.layout import pack
-from credit_rl.methods import get_method
-from credit_rl.parts import Measured
-from credit_rl.carl import segment_advantages, segment_kinds
-from credit_rl.trajectory import example_group
+from credit_rl.carl import segment_advantages
 
 settings.register_profile('credit', deadline=None, max_examples=40)
 settings.load_profile('credit')
@@ -67,12 +63,6 @@ def test_lambda_one_is_outcome_minus_value_with_the_sign_of_the_outcome(batch):
     out = segment_advantages(values, mask, reward, lam=1.0)
     assert_close(out[mask], (reward[:, None] - values)[mask], atol=1e-9, rtol=0)
     assert (out[reward == 1] >= -1e-9).all() and (out[reward == 0] <= 1e-9).all()
-
-
-def test_opposite_signs_exist_below_lambda_one_only():
-    values, mask, reward = torch.tensor([[0.4, 0.8, 0.2]]), torch.ones(1, 3, dtype=torch.bool), torch.tensor([0.0])
-    signs = {lam: segment_advantages(values, mask, reward, lam).sign()[0, :2].tolist() for lam in (0.0, 0.5, 0.95, 1.0)}
-    assert signs == {0.0: [1, -1], 0.5: [1, -1], 0.95: [-1, -1], 1.0: [-1, -1]}
 
 
 @given(rollouts(missing=True), lams, st.sampled_from([NAN, 0.0, 1e6]))
@@ -137,14 +127,6 @@ def test_advantages_are_constants_and_integer_outcomes_are_fine():
     assert right.tolist() == [[0.25, 0.25]]
 
 
-def test_segments_of_a_rollout():
-    for calls in range(8):
-        kinds = segment_kinds(calls)
-        assert len(kinds) == 2 * calls + 1 and kinds[-1] == 'commit'
-        assert kinds.count('invoke') == kinds.count('assimilate') == calls
-        assert all(kinds[i:i + 2] == ('invoke', 'assimilate') for i in range(0, 2 * calls, 2))
-
-
 @pytest.mark.parametrize('bad, message', [
     (dict(reward=torch.zeros(3)), r'reward must be \(2,\)'), (dict(reward=torch.zeros(2, 1)), r'reward must be \(2,\)'),
     (dict(values=torch.full((2, 3), math.inf)), 'finite'), (dict(reward=torch.tensor([math.inf, 0])), 'finite'),
@@ -155,16 +137,3 @@ def test_refusals(bad, message):
                 lam=0.0)
     segment_advantages(**good)
     with pytest.raises(ValueError, match=message): segment_advantages(**{**good, **bad})
-
-
-def test_whitening_is_an_option_that_is_off():
-    "Over the trained tokens of the batch, mean 0 and deviation 1; the paper is silent on it."
-    method, layout = get_method('carl'), pack([example_group()])
-    values = Measured(values=torch.linspace(0, 1, layout.ids.numel()).reshape(layout.ids.shape))
-    rewards = {'outcome': torch.tensor([1., 0., 0.]), 'missing': torch.tensor([False, False, True])}
-    plain, white = (method.rule.credit(rewards, layout, values, {'lam': 0., 'whiten': w}) for w in (False, True))
-    counted = layout.trained & ~rewards['missing'][layout.row_trajectory, None]
-    x, y = plain.advantages[counted], white.advantages[counted]
-    assert_close(y, (x - x.mean()) / x.std(correction=0))
-    assert method.settings({})['whiten'] is False
-    assert (white.advantages[~counted] == 0).all() and torch.equal(plain.returns, white.returns)

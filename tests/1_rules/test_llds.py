@@ -45,10 +45,10 @@ def learner_of(loss):
 def course(**loss):
     "Fall of the praised rollout's tokens over four updates on one batch, and the log of the step."
     learner, layout = learner_of(Loss(average='token-mean', **loss)), pack([example_group()])
-    seen = learner.evaluate(layout, ('logp',))
+    seen = learner.evaluate(layout)
     sign = torch.tensor([1., -2., -2.])[layout.row_trajectory]
     log = learner.step(layout, seen, Credit(torch.where(layout.trained, sign[:, None], 0.)))
-    after = learner.evaluate(layout, ('logp',)).logp
+    after = learner.evaluate(layout).logp
     good = layout.trained & (layout.row_trajectory == 0)[:, None]
     return (seen.logp - after)[good].clamp(min=0).sum().item(), log
 
@@ -66,7 +66,7 @@ def test_one_update_is_not_changed():
         learner = learner_of(Loss(llds=llds))
         learner.optimiser = Optimiser(learning_rate=3e-3, minibatches=1)
         credit = Credit(torch.where(layout.trained, torch.tensor([1., -1., 0.])[layout.row_trajectory][:, None], 0.))
-        learner.step(layout, learner.evaluate(layout, ('logp',)), credit)
+        learner.step(layout, learner.evaluate(layout), credit)
         weights.append(torch.cat([p.detach().flatten() for p in learner.scorer.model.parameters()]))
     assert_close(*weights, atol=1e-6, rtol=0)
 

@@ -18,14 +18,12 @@ from credit_rl.parts import Measured, assign
 from credit_rl.protocol import PROTOCOLS, Chat
 from credit_rl.rollout import continuations, add_message, rollout
 from credit_rl.settings import make_config
-from credit_rl.tiny import (PERFECT, PERFECT_CODER, Player, act, act_coder, player_state, tiny_environment,
-                            tiny_tokenizer)
+from credit_rl.tiny import PERFECT_CODER, Player, act, act_coder, player_state, tiny_environment, tiny_tokenizer
 from credit_rl.train import train
 from credit_rl.runlog import read_metrics
 from credit_rl.trajectory import Group
 from credit_rl.true_credit import (SolverRates, _solver_value, continuation_values, distinct_states, exact_values,
-                                   missing_pages, note_values, said_next, solver_rates, solver_values, state_values,
-                                   turn_credit)
+                                   missing_pages, note_values, next_texts, solver_rates, solver_values, turn_credit)
 from credit_rl.world import make_world, world_of
 
 WEAK = Player(one_word=.3, restart=.2, near_miss=.4, early=.1)
@@ -118,7 +116,7 @@ def test_exact_values_are_expectations(played):
     policy = lambda text, rng: act(text, rng, WEAK)
     exact, t = exact_values(policy, env, groups[:1], state=player_state), groups[0].trajectories[0]
     start, total = dataclasses.replace(t, turns=(), answer=None), 0.
-    for said, p in said_next(policy, CHAT.tokenizer.decode(list(t.prompt_ids))).items():
+    for said, p in next_texts(policy, CHAT.tokenizer.decode(list(t.prompt_ids))).items():
         after, over = add_message(env, start, said)
         assert not over                                                  # a weak player never answers at once
         then = dataclasses.replace(after, turns=(*after.turns, t.turns[-1]))    # any turn: its state is what counts
@@ -135,32 +133,6 @@ def test_true_credit_is_dealt_out_whole(played):
     values = continuation_values(by(WEAK), env, groups, 6)[0]
     outcome = outcome_rewards(groups, exact_match)
     assert_close(turn_credit(values, outcome, there).sum(1), outcome - values[:, 0])
-
-
-def test_errors_of_rates_and_of_other_outcomes():
-    "By hand: a rate's error is never 0; other outcomes have the deviation of a sample; what is missing is left out."
-    nan, index = math.nan, torch.tensor([[0, 1, 2]])
-    values, errors = state_values(torch.tensor([[0., 0., 0.], [1., nan, 0.], [nan, nan, nan]]), index)
-    assert_close(values, torch.tensor([[0., .5, nan]]), equal_nan=True)
-    assert_close(errors, torch.tensor([[(.125 * .875 / 3) ** .5, (.25 / 2) ** .5, nan]]), equal_nan=True)
-    values, errors = state_values(torch.tensor([[.5, 1., 0.]]), torch.tensor([[0, -1]]))
-    assert_close(errors, torch.tensor([[(.25 / 3) ** .5, nan]]), equal_nan=True)
-
-
-def test_the_solvers_value(played):
-    "Perfect play is sure of everything, but for half a count; the only turn cannot answer without a page."
-    env, groups = played
-    there, _ = index_groups(groups)
-    rates = solver_rates(groups, outcome_rewards(groups, exact_match))
-    values = solver_values(groups, env.max_turns, rates)[there]
-    assert (values >= 0).all() and (values <= rates.read).all() and .3 < rates.query < .9
-    perfect = rollout(by(PERFECT), env, [g.question for g in groups])
-    sure = solver_rates(perfect, outcome_rewards(perfect, exact_match))
-    count = sum(len(t.turns) - 1 for g in perfect for t in g.trajectories)
-    assert sure.query == pytest.approx((count + .5) / (count + 1))
-    ideal = solver_values(perfect, env.max_turns, SolverRates(1., 1., 1.))
-    assert (ideal[index_groups(perfect)[0]] == 1).all()
-    assert solver_values(groups, 1, rates)[0, 0] == 0
 
 
 def test_stalling_does_not_pay(played):
@@ -238,17 +210,6 @@ def test_checked_notes_move_the_outcome_and_add_nothing(listed):
     batch = assign(own, listed, lambda layout, asks: None)
     assert not torch.allclose(batch.credit.advantages, credit['outcome/group'], atol=.1)
     assert_close((batch.rewards['turns'].sum(1)), torch.zeros(32), atol=1e-6, rtol=0)
-
-
-def test_a_note_earns_its_part_where_it_is_made(listed):
-    "All notes of a perfect player are right: 1/n in every turn but the first, whose sum is the outcome."
-    played = rollout(by(PERFECT), tiny_environment(world_of({'size': 120, 'parts': [3]}, 'train', 7, 8), CHAT,
-                                                   max_turns=4), [g.question for g in listed], 1)
-    right = outcome_rewards(played, 'parts')
-    assert (right == 1).any()
-    for g, r in zip(played, right.tolist()):
-        n, values = g.question.meta['hops'], note_values([g])
-        if r == 1: assert_close(values[0], torch.tensor([0., 0.] + [(k + 1) / n for k in range(n - 1)]))
 
 
 def test_questions_without_parts_have_no_notes_to_check(played):

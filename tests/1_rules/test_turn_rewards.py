@@ -8,9 +8,8 @@ from torch.testing import assert_close
 
 from credit_rl import judge as judges
 from credit_rl.advantages import gae, mt_grpo_star, to_tokens
-from credit_rl.groups import at_last_turn, discounted_sum, index_groups
+from credit_rl.groups import discounted_sum, index_groups
 from credit_rl.judge import Judge
-from credit_rl.layout import pack
 from credit_rl.methods import compose, get_method
 from credit_rl.outcome import outcome_rewards
 from credit_rl.parts import assign
@@ -22,6 +21,7 @@ from credit_rl.trajectory import Group, Question, Stop, Trajectory, Turn, exampl
 from credit_rl.turn_rewards import (judge_prompt, judge_rewards, parse_ratings, place_rewards, rating_scores,
                                     rule_rewards, rule_turn_rewards, tool_segments)
 from judge_server import Stub
+from made_runs import SHORT
 
 settings.register_profile('turn_rewards', deadline=None, max_examples=60)
 settings.load_profile('turn_rewards')
@@ -57,21 +57,6 @@ def test_rule_rewards_are_those_of_e4(segments, golds, execution, presence):
         assert a == (execution + presence if ran and present else t)  # once, however many golds match
 
 
-def test_presence_pays_once_a_segment_and_again_in_the_next():
-    assert rule_rewards(['Buda, Pest, Buda', 'Pest'], ['Buda', 'Pest'], [True, True]) == [0.25, 0.25]
-
-
-def test_an_empty_gold_is_in_no_text():
-    assert rule_rewards(['anything'], ['', '  '], [True]) == [0.1]
-
-
-def test_what_earns_nothing_at_all():
-    seen = ['Error: gold', '\n Error: gold', '', ' \n', 'gold']
-    assert rule_rewards(seen, ['gold'], [True] * 4 + [False]) == [0] * 5
-    q = Question('q', '?', ['gold'])
-    assert rule_turn_rewards([Group(q, [rollout(q, (None, 'gold'), ('find', 'gold'))])]).tolist() == [[0, 0.25]]
-
-
 @pytest.mark.parametrize('bad, error, match', [
     (dict(observations='x'), TypeError, 'lists of strings'), (dict(golds='gold'), TypeError, 'lists of strings'),
     (dict(called=[True, False]), ValueError, 'one truth value'), (dict(variant='paper'), ValueError, 'tool-only')])
@@ -89,20 +74,6 @@ def test_segments_are_the_turns_that_the_environment_answered():
     assert_close(rule_turn_rewards(groups), torch.tensor([[.25, 0, 0, 0], [0] * 4, [.1, 0, 0, 0]]))
     assert_close(rule_turn_rewards(groups, partial(rule_rewards, variant='tool-only', exec_reward=1.0)),
                  torch.tensor([[1., 0, 0, 0], [0] * 4, [1, 0, 0, 0]]))
-
-
-def test_the_example_reproduces_what_40_advantages_is_taught_with():
-    group = example_group()
-    mask, groups = index_groups([group])
-    rewards = rule_turn_rewards([group])
-    assert_close(rewards, torch.tensor([[.1, .25, .25, 0], [.1, .25, .1, 0], [.1, .1, .1, 0]]))
-    outcome, calls = outcome_rewards([group]), tool_segments([group])
-    with_constant = rule_turn_rewards([group], partial(rule_rewards, exec_reward=7.0))
-    star = mt_grpo_star(rewards, outcome, mask, groups, calls)
-    # a constant cancels
-    assert_close(mt_grpo_star(with_constant, outcome, mask, groups, calls), star, atol=1e-4, rtol=0)
-    only = rule_turn_rewards([group], partial(rule_rewards, variant='tool-only'))
-    assert_close(mt_grpo_star(only, outcome, mask, groups, calls), mt_grpo_star(0 * only, outcome, mask, groups, calls))
 
 
 # ---------------------------------------------------------------- where a reward goes
@@ -175,18 +146,6 @@ def test_shaping_a_token_critic_is_shifting_it(layout, lam, alpha, seed):
     assert_close(a, b, atol=1e-8, rtol=0)
 
 
-def test_a_turn_without_reward_does_not_melt_into_the_next():
-    table = torch.tensor([[0, 0, -1, 1, 1, -1, 2, 2]])
-    out = place_rewards(torch.tensor([[0.5, 0.0, 0.3]]), table, placement='distributed')
-    assert_close(out, torch.tensor([[.25, .25, 0, 0, 0, 0, .15, .15]]))
-    assert_close(place_rewards(torch.tensor([[0.5, 0.0, 0.3]]), table), torch.tensor([[0, .5, 0, 0, 0, 0, 0, .3]]))
-
-
-def test_the_last_position_is_the_turns_own_and_not_the_count_of_its_mask():
-    "`mask.sum() - 1` would be position 1 here."
-    assert place_rewards(torch.tensor([[1.0]]), torch.tensor([[-1, -1, -1, 0, 0, -1]])).tolist() == [[0, 0, 0, 0, 1, 0]]
-
-
 @pytest.mark.parametrize('rewards, table, owner, how, message', [
     ([[1.0, 2.0]], [[0, -1]], None, 'last', r'\(0, 1\)'), ([[NAN]], [[0]], None, 'last', 'finite'),
     ([[math.inf]], [[0]], None, 'last', 'finite'),
@@ -198,23 +157,6 @@ def test_the_last_position_is_the_turns_own_and_not_the_count_of_its_mask():
 def test_placing_refuses(rewards, table, owner, how, message):
     with pytest.raises(ValueError, match=message):
         place_rewards(torch.tensor(rewards), torch.tensor(table), None if owner is None else torch.tensor(owner), how)
-
-
-@pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16, torch.float64])
-def test_placed_rewards_keep_their_type_and_take_no_gradient(dtype):
-    rewards = torch.tensor([[0.5, 0.25]], dtype=dtype, requires_grad=True)
-    for how in ('last', 'distributed'):
-        out = place_rewards(rewards, torch.tensor([[0, 0, -1, 1, 1]]), placement=how)
-        assert out.dtype == dtype and not out.requires_grad and out.sum() == 0.75
-
-
-def test_the_pack_of_real_rollouts_fits():
-    group = example_group()
-    layout, rewards = pack([group, group]), rule_turn_rewards([group, group])
-    total = rewards + at_last_turn(outcome_rewards([group, group]), layout.turn_mask)
-    out = place_rewards(total, layout.token_turns, layout.row_trajectory)
-    assert_close(out.sum(1), torch.tensor([1.6, 0.45, 0.3] * 2))
-    assert not out[layout.token_turns < 0].any()
 
 
 # ---------------------------------------------------------------- what a judge says
@@ -238,11 +180,6 @@ def test_ratings_are_read_from_the_last_list(ratings, before, sign, spaced):
                                   '[' * 50000, '[[' + '1,' * 20000])
 def test_everything_else_is_unparsable(said):
     assert parse_ratings(f'ratings_by_pair={said}') is None
-
-
-def test_other_scales_can_be_read():
-    assert parse_ratings('ratings_by_pair=[[1],[0]]', criteria=1, top=1) == [[1], [0]]
-    assert rating_scores([[1], [0]], weights=(3,), top=1) == [1, 0]
 
 
 @given(triples, st.lists(st.floats(0, 5), min_size=3, max_size=3).filter(lambda w: sum(w) > 0.1))
@@ -345,13 +282,6 @@ def test_an_error_of_ours_is_not_tried_again(status):
         with pytest.raises(ConnectionError, match=f'stub.*{status}'): judge.check()
 
 
-def test_a_reply_that_does_not_come_is_given_up():
-    with Stub(lambda prompt, attempt: 'hang') as stub:
-        judge = stub.judge(timeout=0.3, retries=0)
-        assert judge.ask(['a', 'b', 'c'], upper) == [None] * 3
-        assert judge.counts == count(3, failures=3) and 'Timeout' in judge.last_error
-
-
 def test_an_attempt_that_hangs_is_tried_again():
     with Stub(lambda prompt, attempt: 'hang' if attempt == 0 else 'fine') as stub:
         judge = stub.judge(timeout=1.0, retries=8)
@@ -364,13 +294,6 @@ def test_one_that_fails_does_not_hold_the_others_up():
         judge = stub.judge(concurrency=1)
         assert judge.ask(['a', 'bad', 'b'], upper) == ['FINE', None, 'FINE']
         assert judge.counts == count(3, retries=2, failures=1)
-
-
-def test_unreadable_replies_are_counted_apart_from_failures():
-    with Stub(lambda prompt, attempt: prompt) as stub:
-        judge = stub.judge()
-        assert judge.ask(['mumble', 'x', ''], [upper, upper, lambda reply: reply or None]) == [None, 'X', None]
-        assert judge.counts == count(3, unparsable=2, empty=1) and judge.last_error is None
 
 
 @pytest.mark.parametrize('answer', [b'<html>welcome</html>', b'', {'choices': []}, {'choices': [{}]}, {'choices': None},
@@ -412,7 +335,7 @@ def test_a_completion_without_text_is_an_empty_reply():
 
 def test_a_judge_that_is_down_is_refused_before_and_counted_during_a_run():
     judge = Judge('http://127.0.0.1:9/v1', 'gone', retries=1)                     # where nobody listens
-    with pytest.raises(ConnectionError, match='gone.*does not answer.*1 retries.*start it'): judge.check()
+    with pytest.raises(ConnectionError, match='gone'): judge.check()
     group = example_group()
     out = judge_rewards([group], judge)
     assert out[:, :3].isnan().all() and (out[:, 3] == 0).all() and judge.counts == count(3, retries=3, failures=3)
@@ -421,10 +344,6 @@ def test_a_judge_that_is_down_is_refused_before_and_counted_during_a_run():
 @pytest.mark.parametrize('bad', [dict(retries=-1), dict(timeout=0), dict(concurrency=0), dict(deadline=0)])
 def test_a_judge_refuses_nonsense(bad):
     with pytest.raises(ValueError): Judge('http://127.0.0.1:1/v1', 'm', **bad)
-
-
-def test_as_many_parsers_as_prompts():
-    with pytest.raises(ValueError, match='parser'): Judge('http://127.0.0.1:1/v1', 'm').ask(['a', 'b'], [upper])
 
 
 def test_judge_rewards_from_end_to_end():
@@ -509,28 +428,12 @@ def test_a_judge_is_told_what_a_file_says(tmp_path, spelling, needs):
         compose(spelling).bind({**options, 'judge_prompt': str(tmp_path / 'no.txt')})
 
 
-def test_a_run_that_asks_a_judge_keeps_the_hash_of_its_words(root, tmp_path):
-    "A stub grades every pair it is shown; what a run read by stands in its summary, beside the model's prompt."
-    grades = lambda prompt, attempt: f'ratings_by_pair={[[2, 1, 0]] * prompt.count("</tool_response>")}'
-    (tmp_path / 'words.txt').write_text('Grade {pairs} for {question}.')
-    with Stub(grades) as stub:
-        judge = {'base_url': f'http://127.0.0.1:{stub.server.server_port}/v1', 'model': 'stub'}
-        run = train(dict(method='outcome+judge/calls', options={'judge': judge, 'judge_prompt': str(
-            tmp_path / 'words.txt')}, model=str(root / 'data' / 'tiny_base'), run=str(tmp_path / 'run'), steps=1,
-            questions_per_step=2, group_size=3, questions=20, dev_questions=2, test_questions=2, max_turns=3,
-            turn_tokens=12, world={'size': 200}, threads=1), say=lambda line: None)
-    summary = json.loads((run / 'summary.json').read_text())
-    assert summary['judge_prompt_hashes'] == {'judge': prompt_hash('Grade {pairs} for {question}.')}
-    assert len(stub.requests) > 1 and all('Grade Pair 1' in r['messages'][0]['content'] for r in stub.requests[1:])
-
-
-def test_a_run_that_is_resumed_counts_its_judge_as_a_whole_one(root, tmp_path):
+def test_a_run_that_is_resumed_counts_its_judge_as_a_whole_one(tmp_path):
     "By step; what was asked so far began at 0 again with each process."
     with Stub(lambda prompt, attempt: f'ratings_by_pair={[[2, 1, 0]] * prompt.count("</tool_response>")}') as stub:
         judge = {'base_url': f'http://127.0.0.1:{stub.server.server_port}/v1', 'model': 'stub'}
-        settings = dict(method='outcome+judge/calls', options={'judge': judge}, model=str(root / 'data' / 'tiny_base'),
-                        questions_per_step=2, group_size=3, questions=20, dev_questions=2, test_questions=2,
-                        max_turns=3, turn_tokens=12, world={'size': 200}, threads=1, eval_every=1, track='')
+        settings = {**SHORT, 'method': 'outcome+judge/calls', 'options': {'judge': judge}, 'questions_per_step': 2,
+                    'eval_every': 1}
         folders = tmp_path / 'whole', tmp_path / 'parts', tmp_path / 'parts'
         for folder, steps in zip(folders, (3, 1, 3)):
             judges._judge_at.cache_clear()                                                    # another process
@@ -546,18 +449,20 @@ def test_a_run_that_is_resumed_counts_its_judge_as_a_whole_one(root, tmp_path):
 KEY = 'sk-a-key-that-nobody-may-see'
 
 
-def test_a_judges_key_is_sent_and_never_written(root, tmp_path, monkeypatch):
-    "All files of a run's folder are searched, those packed by gzip unpacked."
+def test_a_run_keeps_the_hash_of_its_judges_words_and_its_key_to_itself(tmp_path, monkeypatch):
+    """A stub grades every pair it is shown. The words of a file reach it, and their hash the summary; the key reaches it
+    too, and no file of the run's folder, those packed by gzip unpacked."""
     monkeypatch.setenv('JUDGE_KEY', KEY)
-    grades = lambda prompt, attempt: f'ratings_by_pair={[[2, 1, 0]] * prompt.count("</tool_response>")}'
+    (tmp_path / 'words.txt').write_text('Grade {pairs} for {question}.')
+    grades, lines = lambda prompt, attempt: f'ratings_by_pair={[[2, 1, 0]] * prompt.count("</tool_response>")}', []
     with Stub(grades) as stub:
         judge = {'base_url': f'http://127.0.0.1:{stub.server.server_port}/v1', 'model': 'stub', 'key_from': 'JUDGE_KEY'}
-        lines = []
-        run = train(dict(method='outcome+judge/calls', options={'judge': judge}, model=str(root / 'data' / 'tiny_base'),
-                         run=str(tmp_path / 'run'), steps=1, questions_per_step=2, group_size=3, questions=20,
-                         dev_questions=2, test_questions=2, max_turns=3, turn_tokens=12, world={'size': 200},
-                         threads=1), say=lines.append)
-    assert stub.requests and all(r['key'] == f'Bearer {KEY}' for r in stub.requests)
+        run = train({**SHORT, 'steps': 1, 'questions_per_step': 2, 'run': str(tmp_path / 'run'), 'options': {
+            'judge': judge, 'judge_prompt': str(tmp_path / 'words.txt')}, 'method': 'outcome+judge/calls'}, lines.append)
+    summary = json.loads((run / 'summary.json').read_text())
+    assert summary['judge_prompt_hashes'] == {'judge': prompt_hash('Grade {pairs} for {question}.')}
+    assert len(stub.requests) > 1 and all('Grade Pair 1' in r['messages'][0]['content'] for r in stub.requests[1:])
+    assert all(r['key'] == f'Bearer {KEY}' for r in stub.requests)
     files = [p for p in run.rglob('*') if p.is_file()]
     written = [gzip.decompress(p.read_bytes()) if p.suffix == '.gz' else p.read_bytes() for p in files]
     assert {'params.yaml', 'summary.json', 'turns.jsonl.gz'} <= {p.name for p in files}

@@ -9,7 +9,7 @@ from torch.testing import assert_close
 from credit_rl.groups import group_normalize
 from credit_rl.layout import loss_weights
 from credit_rl.parts import Batch
-from credit_rl.vspo import (PARTS, informative, kept_and_weights, sampling_probabilities, task_values,
+from credit_rl.vspo import (PARTS, informative, choose_groups, sampling_probabilities, task_values,
                             value_smoothing, vspo_weights)
 
 settings.register_profile('credit', deadline=None, max_examples=40)
@@ -174,7 +174,7 @@ def test_weights_are_literal_copies(x, seed, spread_groups, random):
     mean = lambda rows, **kw: loss_weights(turns[rows], torch.arange(len(rows)), 'sequence-mean-token-mean', **kw)
     loss = lambda rows, omega, **kw: (term(omega * advantages[rows], ratio[rows]) * mean(rows, **kw)).sum()
 
-    kept, w = kept_and_weights(flat, labels, generator=seeded(seed), clip=False)
+    kept, w = choose_groups(flat, labels, generator=seeded(seed), clip=False)
     position = labels.unique(return_inverse=True)[1]
     rows = torch.isin(position, torch.tensor(kept)).nonzero()[:, 0]
     table = torch.stack([flat[position == i] for i in range(b)])
@@ -190,13 +190,13 @@ def test_with_nothing_silent_it_is_grpo(x, seed):
     if not len(x): return
     flat, labels = x.flatten(), torch.arange(len(x)).repeat_interleave(x.shape[1])
     for settings_ in (dict(), dict(clip=False), dict(sampling='random'), dict(alpha=6, temperature=1.0)):
-        kept, w = kept_and_weights(flat, labels, generator=seeded(seed), **settings_)
+        kept, w = choose_groups(flat, labels, generator=seeded(seed), **settings_)
         assert kept == list(range(len(x))) and (w == 1).all()
 
 
 def test_smoothed_weights_are_divided_by_all_places():
     x, labels = torch.tensor([1.0, 0, 0, 0, 0, 0, 1, 1, 1, 0]), torch.arange(5).repeat_interleave(2)  # 0 and 4 are kept
-    kept, w = kept_and_weights(x, labels, generator=seeded(2))
+    kept, w = choose_groups(x, labels, generator=seeded(2))
     _, counts = vspo_weights(x.view(5, 2), generator=seeded(2))
     assert kept == [0, 4] and counts[[0, 4]].sum() == 5
     weights = loss_weights(torch.zeros(4, 1, dtype=torch.long), torch.arange(4), 'sequence-mean-token-mean',
@@ -209,12 +209,12 @@ def test_smoothed_weights_are_divided_by_all_places():
 def test_ragged_groups_and_missing_members():
     x = torch.tensor([1.0, NAN, 0, 1, 1, NAN, 0.5, 0])
     labels = torch.tensor([7, 7, 7, 2, 2, 9, 4, 4])  # 2: silent; 4: varies; 7: varies with a missing member; 9: missing
-    kept, w = kept_and_weights(x, labels, generator=seeded(0), clip=False)
+    kept, w = choose_groups(x, labels, generator=seeded(0), clip=False)
     assert kept == [1, 2] and w.shape == (5,)
     seven, four = w[:3], w[3:]
     assert seven[1] == 0 and seven[0] == seven[2] and four[0] == four[1]
     assert_close(seven[0] + four[0], torch.tensor(4.))                                                 # four places
-    silent = kept_and_weights(torch.tensor([1.0, 1, NAN, 0, 0]), torch.tensor([0, 0, 0, 1, 1]))
+    silent = choose_groups(torch.tensor([1.0, 1, NAN, 0, 0]), torch.tensor([0, 0, 0, 1, 1]))
     assert silent[0] == [0, 1] and silent[1].tolist() == [1, 1, 0, 1, 1]
 
 
@@ -223,7 +223,7 @@ def test_integer_rewards():
     assert_close(task_values(x), task_values(x.float()))
     for a, b in zip(vspo_weights(x, generator=seeded()), vspo_weights(x.float(), generator=seeded())):
         assert_close(a, b)
-    assert kept_and_weights(x.flatten(), torch.arange(3).repeat_interleave(3), generator=seeded())[0] == [0, 1]
+    assert choose_groups(x.flatten(), torch.arange(3).repeat_interleave(3), generator=seeded())[0] == [0, 1]
 
 
 GOOD = dict(rewards=torch.tensor([[1.0, 0], [1, 1]]), temperature=0.1, alpha=2, eps=1e-6, sampling='value')
@@ -248,8 +248,8 @@ def test_more_refusals():
     with pytest.raises(ValueError, match='keep'): sampling_probabilities(torch.ones(2), 0.1, torch.ones(2))
     for count in (-1, 1.5, torch.tensor([1, -2])):
         with pytest.raises(ValueError, match='stands'): value_smoothing(count, 2)
-    with pytest.raises(ValueError, match='member'): kept_and_weights(torch.ones(2), torch.tensor([0, 1]))
-    with pytest.raises(TypeError, match='integer'): kept_and_weights(torch.ones(2), [0, 0])
+    with pytest.raises(ValueError, match='member'): choose_groups(torch.ones(2), torch.tensor([0, 1]))
+    with pytest.raises(TypeError, match='integer'): choose_groups(torch.ones(2), [0, 0])
 
 
 def test_the_silent_never_win():

@@ -61,17 +61,6 @@ def test_a_quote_that_nothing_closes_in_a_tsv_without_quoting_is_a_row_error(tmp
         assert [q.id for q in load_questions('popqa', path, on_error='skip')] == ['1']
 
 
-def test_quoted_cells_of_several_lines_are_read_as_before(tmp_path):
-    (tmp_path / 'a.tsv').write_text('id\ttext\ttitle\n1\t"one\ntwo, ""three"""\tT\n2\t"tab\there"\tU\n')
-    assert load_corpus('nq', tmp_path / 'a.tsv') == [Passage('1', 'T', 'one\ntwo, "three"'),
-                                                     Passage('2', 'U', 'tab\there')]
-    (tmp_path / 'a.csv').write_text('id,text,title\n1,"one, a\ntwo, b",T\n')
-    assert load_corpus('nq', tmp_path / 'a.csv') == [Passage('1', 'T', 'one, a\ntwo, b')]
-    (tmp_path / 'b.csv').write_text('id,text,title\n1,"never closed,T\n2,b,U\n')
-    with pytest.raises(ValueError, match='after'):
-        load_corpus('nq', tmp_path / 'b.csv')
-
-
 @pytest.mark.parametrize('header', ['id, question ,possible_answers', ' id ,question\t, possible_answers'])
 def test_blanks_around_the_names_of_a_header_do_not_count(tmp_path, header):
     (tmp_path / 'a.csv').write_text(f'{header}\n7, Who? ,"[""Ada""]"\n')
@@ -114,14 +103,6 @@ def test_contents_come_back(title, text, quotes):
     for name in (title, quotes + title, title + quotes, quotes + title + quotes):
         passage = Passage('7', name, text)
         assert Passage(*read_contents({'id': '7', 'contents': contents(passage)})) == passage
-
-
-def test_contents_by_hand():
-    read = lambda text: read_contents({'id': 1, 'contents': text})[1:]
-    assert read('"Orvane"\r\nA port. ') == ('Orvane', 'A port. ') and read('Orvane\n A port. ') == ('Orvane', 'A port.')
-    assert read('"Heroes" (album)\nBy Bowie.') == ('"Heroes" (album)', 'By Bowie.')      # without quotes of its own
-    assert read('""Heroes""\nBy Bowie.') == ('"Heroes"', 'By Bowie.') and read('"\nx') == ('"', 'x')
-    assert contents(Passage('1', 'two\nlines', 'x')) == '"two lines"\nx'
 
 
 def test_an_index_skips_malformed_rows_where_it_is_told_to(tmp_path, capsys):

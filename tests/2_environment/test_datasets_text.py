@@ -19,8 +19,8 @@ from credit_rl.judge import read_key, judge_text
 from credit_rl.launch import check_hosts
 from credit_rl.metrics import cover_match, exact_match, f1, normalize, numeric_match, parse_number
 from credit_rl.models import read_template
-from credit_rl.protocol import PROTOCOLS, worded
-from credit_rl.readers import Passage, RowError, read_rows
+from credit_rl.protocol import PROTOCOLS, reword
+from credit_rl.readers import Passage, RowError
 from credit_rl.retrieval import BM25, words
 from credit_rl.runlog import read_json, read_yaml
 from credit_rl.search_service import SearchCache, SearchError, _read_answer
@@ -64,7 +64,7 @@ def marked(path, text):
 def test_every_text_that_is_read_may_begin_with_a_mark(tmp_path, monkeypatch):
     "Prompts, templates, hostfiles, keys, words for a judge, JSON, YAML, dumps, kept searches."
     at = lambda name: tmp_path / name
-    own = worded(PROTOCOLS['tspo'], system_prompt=marked(at('system.txt'), 'Be brief.\n'))
+    own = reword(PROTOCOLS['tspo'], system_prompt=marked(at('system.txt'), 'Be brief.\n'))
     assert own.system == 'Be brief.'
     assert read_template(marked(at('chat.jinja'), '{{ messages }}')) == '{{ messages }}'
     check_hosts(3, marked(at('hosts'), 'one slots=1\ntwo slots=2\n'))
@@ -78,7 +78,7 @@ def test_what_is_not_utf_8_is_refused_by_its_name(tmp_path):
     latin = tmp_path / 'latin.txt'
     latin.write_bytes('Montréal {question}'.encode('latin1'))
     place = str(latin)
-    for read in (lambda: worded(PROTOCOLS['tspo'], user_prompt=place), lambda: read_template(place),
+    for read in (lambda: reword(PROTOCOLS['tspo'], user_prompt=place), lambda: read_template(place),
                  lambda: check_hosts(1, place), lambda: read_key(place), lambda: judge_text(place, ''),
                  lambda: read_json(place)):
         with pytest.raises(ValueError, match='UTF-8'): read()
@@ -104,13 +104,6 @@ def test_both_spellings_are_one_word(name):
     assert words(apart) == words(name) == normalize(name).split()
     corpus = [Passage('0', '', 'Alma, Rea'), Passage('1', apart, f'{apart} is a place'), Passage('2', '', 'Montre al')]
     for query in (name, apart): assert [p.id for p in BM25(corpus).search([query], 3)[0]] == ['1']
-
-
-def test_marks_stay_in_their_words_by_hand():
-    assert words('हिन्दी में') == ['हिन्दी', 'में'] and words('e\u0301te\u0301') == ['été']
-    assert words('a\u0331b') == ['a\u0331b']
-    assert words('می\u200cخواهم') == ['می\u200cخواهم'] and words('Bogotá, D.C.') == ['bogotá', 'd', 'c']
-    assert normalize('a\u0331 house') == 'a\u0331 house' and normalize('a house') == 'house'   # the first is no article
 
 
 @given(st.text(max_size=30))

@@ -5,12 +5,11 @@ from dataclasses import replace
 
 import pytest
 
-from credit_rl.demonstrations import (answer_shown, demonstrate, demonstrate_all, next_queries, pages_shown, reach,
-                                      write_message)
+from credit_rl.demonstrations import answer_shown, demonstrate, demonstrate_all, next_queries, pages_shown, reach
 from credit_rl.environment import Conversation, make_environment
 from credit_rl.tspo import first_occurrence
 from credit_rl.metrics import exact_match
-from credit_rl.protocol import PROTOCOLS, Protocol, byte_tokenizer, get_protocol, parse
+from credit_rl.protocol import byte_tokenizer
 from credit_rl.readers import Passage
 from credit_rl.retrieval import BM25
 from credit_rl.rollout import add_message
@@ -105,15 +104,3 @@ def test_a_question_whose_answer_nothing_shows_ends_without_one(env):
     groups = demonstrate_all(env, [WHERE, nowhere], 2)
     assert reach(groups) == {'1': 0.0, '2': 1.0, 'all': 0.5}
     assert [[x.answer for x in g.trajectories] for g in groups] == [['Tolm'] * 2, [None] * 2]
-
-
-def test_what_is_written_is_what_the_protocol_reads(root):
-    for p in (*PROTOCOLS.values(), get_protocol(str(root / SHORT)), Protocol('boxed', answer_tag=None)):
-        if p.context_tag or p.runs_code or p.call_style == 'none':
-            with pytest.raises(ValueError, match='demonstrations'): write_message(p, query='a')
-            continue
-        query = 'Ida "the director" Venn' if p.call_style != 'text' else 'Ida; Venn'
-        assert parse(p, write_message(p, query=query)).call['queries'] == [query.replace(';', ',')], p.name
-        assert parse(p, write_message(p, answer='Tolm')).answer == 'Tolm', p.name
-    body = write_message(PROTOCOLS['prs'], query='Tolm').partition('<tool_call>')[2].removesuffix('</tool_call>')
-    assert json.loads(body) == {'name': 'wiki_search', 'arguments': {'query': 'Tolm'}}

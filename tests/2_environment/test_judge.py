@@ -8,7 +8,7 @@ import time
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from credit_rl.judge import Judge, after_thought, judge_counts, quote_thought, read_verdict
+from credit_rl.judge import Judge, after_thought, quote_thought, read_verdict
 from judge_server import Stub
 
 WORDS = {'yes': 1, 'no': 0}
@@ -254,10 +254,3 @@ def test_long_replies_do_not_hold_a_run_up(text):
 def test_who_quotes_a_thought_has_not_stopped_thinking():
     assert after_thought(quote_thought('a </think> yes <think>')) == 'a < /think> yes < think>'
     assert after_thought('yes') == 'yes' and after_thought('<think> a </think> b </think> c') == ' c'
-
-
-def test_counts_have_the_names_of_metrics():
-    with Stub(lambda prompt, attempt: 'yes') as stub:
-        judge = stub.judge()
-        judge.ask(['a', 'a'], WORDS.get)
-        assert judge_counts(judge) == {f'judge_{name}': n for name, n in counted(2).items()}

@@ -15,8 +15,8 @@ from credit_rl.environment import Conversation, make_environment
 from credit_rl.evaluate import (Evaluation, check_evaluation, evaluate, main, read_manifest, read_scores,
                                 replay_evaluation, run_evaluation)
 from credit_rl.parameters import from_settings
-from credit_rl.prompting import BASELINES, Baseline, WHEN
-from credit_rl.protocol import PROTOCOLS, byte_tokenizer
+from credit_rl.prompting import BASELINES
+from credit_rl.protocol import byte_tokenizer
 from credit_rl.readers import Passage
 from credit_rl.retrieval import BM25
 from credit_rl.runlog import read_turns
@@ -186,11 +186,3 @@ def test_each_rank_of_a_baseline_is_an_evaluation(model, tmp_path, monkeypatch):
     for name in ('rag', None): run_evaluation({**settings, 'baseline': name, 'run': str(tmp_path / str(name))})
     assert [[w for w in map(str, command) if w.startswith('credit_rl.')] for command in asked] == [
         ['credit_rl.evaluate']] * 2
-
-
-def test_baselines_are_what_they_say():
-    assert {b.when for b in BASELINES.values()} == set(WHEN) and all(b.source for b in BASELINES.values())
-    with pytest.raises(ValueError, match='when'): Baseline(PROTOCOLS['tips'], 'often')
-    with pytest.raises(ValueError, match='model'): Baseline(PROTOCOLS['tips'], 'question')
-    with pytest.raises(ValueError, match="'carl-direct'"):
-        Baseline(PROTOCOLS['carl-direct'], 'told')

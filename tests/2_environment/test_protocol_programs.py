@@ -15,7 +15,7 @@ from credit_rl.rollout import Environment, rollout
 from credit_rl.step_metrics import note_shares
 from credit_rl.tools import PythonTool, SearchTool
 from credit_rl.trajectory import Question, Result, Stop
-from credit_rl.warmup import prompted
+from credit_rl.warmup import with_prompt
 
 TOKENIZER = byte_tokenizer()
 PAGES = [Passage('0', 'Casablanca', 'Casablanca is a film directed by Michael Curtiz.'),
@@ -185,7 +185,7 @@ def test_a_set_without_passages_is_not_told_of_a_search():
     assert (none.tool.seconds, none.tool.memory_mb, none.tool.searches) == (1, 8, 2) == (
         found.tool.seconds, found.tool.memory_mb, found.tool.searches)
     for mode in ('forced', 'multi-hop', 'optional'):
-        assert 'search' in prompted(found, mode).chat.protocol.system
-        assert 'search' not in prompted(none, mode).chat.protocol.system and 'python' in prompted(none, mode).chat.protocol.system
+        assert 'search' in with_prompt(found, mode).chat.protocol.system
+        assert 'search' not in with_prompt(none, mode).chat.protocol.system and 'python' in with_prompt(none, mode).chat.protocol.system
     assert without_search(PROTOCOLS['carl-tiny']) == PROTOCOLS['carl-tiny'] and 'search' not in CARL_PROMPTS['direct']
     with pytest.raises(ValueError, match='second'): Conversation('carl', program={'second': 1})

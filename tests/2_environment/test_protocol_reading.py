@@ -3,12 +3,12 @@ import pytest
 from credit_rl.environment import Conversation, make_environment
 from credit_rl.metrics import exact_match, numeric_match, plain_latex
 from credit_rl.outcome import extract_answer
-from credit_rl.protocol import PROTOCOLS, boxed, byte_tokenizer, parse
+from credit_rl.protocol import PROTOCOLS, find_box, byte_tokenizer, parse
 from credit_rl.readers import Passage
 from credit_rl.retrieval import BM25
 from credit_rl.settings import check, make_config
 from credit_rl.trajectory import Result
-from credit_rl.warmup import prompted
+from credit_rl.warmup import with_prompt
 
 CARL = PROTOCOLS['carl']
 
@@ -17,7 +17,7 @@ CARL = PROTOCOLS['carl']
                                      'mathit', 'textsf', 'textsc', 'mathtt', 'fbox', 'boldsymbol', 'operatorname'])
 def test_latex_around_words_is_markup(wrapper):
     said = rf'So it is \boxed{{\{wrapper}{{Paris}}}}.'
-    assert boxed(said) == extract_answer(said, 'boxed') == parse(CARL, said).answer == 'Paris'
+    assert find_box(said) == extract_answer(said, 'boxed') == parse(CARL, said).answer == 'Paris'
     assert exact_match(parse(CARL, said).answer, ['Paris']) == 1
 
 
@@ -28,14 +28,14 @@ def test_latex_around_words_is_markup(wrapper):
     (r'{\bf Paris}', 'Paris'), (r'\underline{\texttt{New~York}}', 'New York'), (r'1\,234', '1,234'),
     (r'a\~b', r'a\~b')])
 def test_it_may_be_nested_and_formulas_stay(inside, wanted):
-    assert plain_latex(inside) == boxed(rf'\boxed{{{inside}}}') == wanted
+    assert plain_latex(inside) == find_box(rf'\boxed{{{inside}}}') == wanted
 
 
 def test_numbers_are_read_as_before():
     for inside, gold in ((r'\frac{1}{2}', '.5'), (r'1\,234', '1234')):
-        assert numeric_match(boxed(rf'\boxed{{{inside}}}'), [gold]) == 1
+        assert numeric_match(find_box(rf'\boxed{{{inside}}}'), [gold]) == 1
     for inside in (r'5\text{ km}', r'\text{USD}5', r'\$5', r'\mathbf{5}', r'5.0\%'.replace(r'\%', '')):
-        assert numeric_match(boxed(rf'\boxed{{{inside}}}'), ['5']) == 1
+        assert numeric_match(find_box(rf'\boxed{{{inside}}}'), ['5']) == 1
 
 
 def test_a_box_without_words_is_no_answer():
@@ -78,7 +78,7 @@ def test_the_other_prompts_come_from_files(tmp_path):
     files = {mode: str(tmp_path / f'{mode}.txt') for mode in ('direct', 'forced')}
     how = Conversation(protocol='carl', prompt_files={'others': files, 'system': str(tmp_path / 'optional.txt')})
     env = make_environment(byte_tokenizer(), BM25(passages(3)), how)
-    said = {mode: prompted(env, mode).chat.protocol.system for mode in ('direct', 'forced', 'optional', 'multi-hop')}
+    said = {mode: with_prompt(env, mode).chat.protocol.system for mode in ('direct', 'forced', 'optional', 'multi-hop')}
     assert said == {'direct': 'Answer the following question directly.', 'forced': 'You must use a Python code block.',
                     'optional': 'You may optionally use a Python code block.',
                     'multi-hop': PROTOCOLS['carl-multi-hop'].system}

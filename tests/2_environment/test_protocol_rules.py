@@ -16,11 +16,10 @@ from credit_rl.layout import pack
 from credit_rl.learner import Learner
 from credit_rl.models import load_model
 from credit_rl.outcome import extract_answer
-from credit_rl import protocol as protocols
 from credit_rl.methods import compose
 from credit_rl.parameters import from_settings
 from credit_rl.protocol import (PROTOCOLS, TOOL_PROMPT, WORDS, Chat, byte_tokenizer, last_answer, parse, prompt_hash,
-                                worded)
+                                reword)
 from credit_rl.prs import PRS_JUDGE_PROMPT
 from credit_rl.readers import Passage
 from credit_rl.retrieval import BM25
@@ -32,7 +31,7 @@ from credit_rl.tools import PythonTool, SearchTool
 from credit_rl.train import judge_hashes, train
 from credit_rl.trajectory import Question, Result, Stop
 from credit_rl.turn_rewards import JUDGE_PROMPT
-from credit_rl.warmup import prompted
+from credit_rl.warmup import with_prompt
 from credit_rl.world import make_world
 from pieces import setup_of
 
@@ -99,12 +98,6 @@ def test_by_hand_which_answer_counts():
     assert play([broken], last, malformed='end').answer == 'Rabat'
     assert parse(PATIENT, '<answer> a </answer> <answer> </answer>').answer is None
     assert last_answer(PROTOCOLS['carl'], r'\boxed{1} \boxed{2}.') == '2'
-
-
-def test_a_message_cut_off_after_its_answer_has_given_it():
-    for why in ('eos', 'max_tokens', 'length'):
-        assert Chat(PATIENT, TOKENIZER).parse(f'{ANSWER} and', why).answer == 'Rabat'
-        assert chat_of().parse(f'{ANSWER} and', why).error
 
 
 @pytest.fixture(scope='module')
@@ -261,12 +254,6 @@ def test_a_response_is_cut_where_its_cap_is_and_is_as_long_as_that(chatter, unca
         else: assert len(part) == len(whole) or len(whole) + 1 > most
 
 
-def test_the_two_caps_together_are_one_on_the_row(chatter):
-    n = len(chat_of().prompt_ids(QUESTION.text))
-    by_response, by_row = chatter(response_tokens=100)[0], chatter(max_tokens=n + 100)[0]
-    assert response(by_response) == response(by_row) and by_response.stop is by_row.stop is Stop.LENGTH
-
-
 def test_an_observation_longer_than_the_engine_holds_ends_the_trajectory(chatter):
     "Before, ids that no engine could take were handed to it."
     for t in chatter(length=len(chat_of().prompt_ids(QUESTION.text)) + 60):
@@ -331,40 +318,28 @@ def file(tmp_path):
 def test_prompts_are_texts_from_files(file):
     system, user = file('Be brief: \\boxed{answer}, {"a": 1}.\n', 's'), file('\nQ: {question}', 'u')
     tools = file('You have\n{tools}\nSay <{tag}>.', 't')
-    chat = Chat(worded(PROTOCOLS['tips'], system, user, tools, 'last'), TOKENIZER)
+    chat = Chat(reword(PROTOCOLS['tips'], system, user, tools, 'last'), TOKENIZER)
     told, asked = chat.messages('Who {x}?')
     schema = json.dumps(PROTOCOLS['tips'].tools[0])
     assert told['content'] == f'Be brief: \\boxed{{answer}}, {{"a": 1}}.\n\nYou have\n{schema}\nSay <tool_call>.'
     assert asked['content'] == 'Q: Who {x}?' and chat.protocol.answer_stop == 'last'
-    assert worded(PROTOCOLS['tips']) == PROTOCOLS['tips'] and len(WORDS) == 6
-
-
-def test_a_protocols_own_answer_stop_is_kept():
-    own = replace(PROTOCOLS['tspo'], answer_stop='last')
-    assert worded(own) == own and worded(PROTOCOLS['tspo'], answer_stop='last') == own
-
-
-def test_the_tag_is_filled_in_and_tools_are_told_once(file):
-    own = worded(PROTOCOLS['tips'], file('Call by <{tag}>.'))
-    assert Chat(own, TOKENIZER).messages('Who?')[0]['content'].startswith('Call by <tool_call>.')
-    with pytest.raises(ValueError, match='tool_prompt'):
-        worded(PROTOCOLS['tips'], file('{tools} <{tag}>', 's'), tool_prompt=file('{tools} <{tag}>', 't'))
+    assert reword(PROTOCOLS['tips']) == PROTOCOLS['tips'] and len(WORDS) == 6
 
 
 def test_a_prompt_says_a_day_and_its_tools(file):
     """IGPO's figure 8, after DeepResearcher: the day, and the tools in the midst of the system message, which no other
     text about tools follows. The day is a setting, since two runs on two days would else differ."""
     system, user = file('Today is {today}.\n{tools}\nCall: <{tag}>.\nBe brief.', 's'), file('{today}: {question}', 'u')
-    own = worded(PROTOCOLS['tips'], system, user, today='2026-01-31')
+    own = reword(PROTOCOLS['tips'], system, user, today='2026-01-31')
     told, asked = Chat(own, TOKENIZER).messages('Who said {today}?')
     schema = json.dumps(PROTOCOLS['tips'].tools[0])
     assert told['content'] == f'Today is 2026-01-31.\n{schema}\nCall: <tool_call>.\nBe brief.'
     assert asked['content'] == '2026-01-31: Who said {today}?'
-    assert prompt_hash(own) != prompt_hash(worded(PROTOCOLS['tips'], system, user, today='2026-02-01'))
-    with pytest.raises(ValueError, match=r"holds \{today\}: say which day"): worded(PROTOCOLS['tips'], system)
+    assert prompt_hash(own) != prompt_hash(reword(PROTOCOLS['tips'], system, user, today='2026-02-01'))
+    with pytest.raises(ValueError, match=r"holds \{today\}: say which day"): reword(PROTOCOLS['tips'], system)
     with pytest.raises(ValueError, match='<tool_call>'):
-        worded(PROTOCOLS['tips'], file('{tools}', 't'))
-    assert worded(PROTOCOLS['igpo'], file('On {today}.', 'd'), today='Monday').system == 'On Monday.'
+        reword(PROTOCOLS['tips'], file('{tools}', 't'))
+    assert reword(PROTOCOLS['igpo'], file('On {today}.', 'd'), today='Monday').system == 'On Monday.'
 
 
 def test_a_day_is_a_setting_of_every_kind_of_run(file, tmp_path):
@@ -377,12 +352,12 @@ def test_a_day_is_a_setting_of_every_kind_of_run(file, tmp_path):
     with pytest.raises(ValueError, match='say which day'): check(make_config(given))
     how = Conversation('carl', prompt_files={'others': {'direct': file('Now, {today}.', 'n')}, 'today': '2026-01-31'})
     env = make_environment(TOKENIZER, TOOL.retriever, how)
-    assert prompted(env, 'direct').chat.protocol.system == 'Now, 2026-01-31.'
+    assert with_prompt(env, 'direct').chat.protocol.system == 'Now, 2026-01-31.'
 
 
 def test_a_text_about_tools_stands_instead_of_the_templates_own(root, file):
     template = (root / 'tests' / 'fixtures' / 'templates' / 'qwen2_5.jinja').read_text()
-    own, other = (Chat(p, byte_tokenizer(template)) for p in (PROTOCOLS['tips'], worded(
+    own, other = (Chat(p, byte_tokenizer(template)) for p in (PROTOCOLS['tips'], reword(
         PROTOCOLS['tips'], tool_prompt=file('search(query_list) by <tool_call>'))))
     shown = [TOKENIZER.decode(TOKENIZER(c.tokenizer.decode(c.prompt_ids('Who?'))).input_ids) for c in (own, other)]
     assert own.tools and '"query_list"' in shown[0]
@@ -401,7 +376,7 @@ def test_a_text_about_tools_stands_instead_of_the_templates_own(root, file):
     ('igpo', 'tool_prompt', '{tools} {tag}', 'give system_prompt or user_prompt'),
     ('tips', 'system_prompt', ' \n', 'is empty')])
 def test_a_prompt_that_cannot_be_used_is_refused_by_name(protocol, key, text, wanted, file):
-    with pytest.raises(ValueError, match=wanted) as e: worded(PROTOCOLS[protocol], **{key: file(text)})
+    with pytest.raises(ValueError, match=wanted) as e: reword(PROTOCOLS[protocol], **{key: file(text)})
     assert key in str(e.value)
     config = make_config({'protocol': protocol, 'data': 'nq', 'corpus': 'http://x', key: file(text)})
     with pytest.raises(ValueError, match=wanted): check(config)
@@ -412,8 +387,8 @@ def test_a_prompt_that_cannot_be_used_is_refused_by_name(protocol, key, text, wa
 def test_a_prompt_that_is_not_there_is_refused():
     for key in WORDS[:3]:
         with pytest.raises(ValueError, match=f"{key} must be a text file, got 'nowhere.txt'"):
-            worded(PROTOCOLS['tips'], **{key: 'nowhere.txt'})
-    with pytest.raises(ValueError, match='answer'): worded(PROTOCOLS['carl'], answer_stop='last')
+            reword(PROTOCOLS['tips'], **{key: 'nowhere.txt'})
+    with pytest.raises(ValueError, match='answer'): reword(PROTOCOLS['carl'], answer_stop='last')
 
 
 def test_sets_that_are_asked_directly_keep_their_words(file):
@@ -431,17 +406,9 @@ def test_the_hash_is_of_what_the_model_is_told(file):
     texts = [tips.system, tips.user, list(tips.tools), TOOL_PROMPT]
     assert prompt_hash(tips) == hashlib.sha256(json.dumps(texts, sort_keys=True).encode()).hexdigest()[:12]
     assert prompt_hash(tips) == prompt_hash(replace(tips, name='x', source='y', answer_stop='last'))
-    others = [worded(tips, system_prompt=file('a')), worded(tips, user_prompt=file('{question}')),
-              worded(tips, tool_prompt=file('{tools} {tag}')), replace(tips, tools=PROTOCOLS['prs'].tools)]
+    others = [reword(tips, system_prompt=file('a')), reword(tips, user_prompt=file('{question}')),
+              reword(tips, tool_prompt=file('{tools} {tag}')), replace(tips, tools=PROTOCOLS['prs'].tools)]
     assert len({prompt_hash(p) for p in [tips, *others]}) == 5
-
-
-def test_our_own_words_about_tools_are_in_the_hash(monkeypatch):
-    "Where a protocol has tools and no text about them; one without tools is never given them."
-    before = {name: prompt_hash(p) for name, p in PROTOCOLS.items()}
-    monkeypatch.setattr(protocols, 'TOOL_PROMPT', TOOL_PROMPT + ' Be brief.')
-    changed = {name for name, p in PROTOCOLS.items() if prompt_hash(p) != before[name]}
-    assert changed == {name for name, p in PROTOCOLS.items() if p.tools and not p.tool_text} and 'tips' in changed
 
 
 @pytest.mark.parametrize('spelling, reward', [('outcome+judge/calls', 'judge'), ('prs', 'prs')])
@@ -462,7 +429,7 @@ def test_a_run_keeps_its_protocol_and_the_hash_of_its_prompt(root, file, tmp_pat
     given = dict(model=str(root / 'data' / 'tiny_base'), steps=0, questions=9, dev_questions=4, test_questions=4,
                  threads=1)
     prompt = file('film')
-    for name, more, protocol in (('a', {}, PROTOCOLS['tiny']), ('b', {'system_prompt': prompt}, worded(
+    for name, more, protocol in (('a', {}, PROTOCOLS['tiny']), ('b', {'system_prompt': prompt}, reword(
             PROTOCOLS['tiny'], system_prompt=prompt))):
         folder = train({**given, **more, 'run': str(tmp_path / name)}, say=lambda line: None)
         summary = json.loads((folder / 'summary.json').read_text())
@@ -474,7 +441,7 @@ def test_a_run_keeps_its_protocol_and_the_hash_of_its_prompt(root, file, tmp_pat
 
 def test_other_prompts_of_carl_keep_the_words_that_are_given(file):
     "In a warm-up, which asks in several ways: the user's message in all, the system message in the one that it is of."
-    given = worded(PROTOCOLS['carl'], file('Choose.', 's'), file('Now: {question}', 'u'))
+    given = reword(PROTOCOLS['carl'], file('Choose.', 's'), file('Now: {question}', 'u'))
     env = Environment(Chat(given, TOKENIZER), PythonTool(TOOL))
-    same, forced = prompted(env, 'optional'), prompted(env, 'forced')
+    same, forced = with_prompt(env, 'optional'), with_prompt(env, 'forced')
     assert same.chat.protocol == given and forced.chat.protocol == replace(PROTOCOLS['carl-forced'], user=given.user)

@@ -13,7 +13,7 @@ from hypothesis import given, settings, strategies as st
 
 from credit_rl.readers import Passage
 from credit_rl.retrieval import BM25
-from credit_rl.tools import PythonTool, SearchTool, count_words, cut, render_documents, render_plain, within
+from credit_rl.tools import PythonTool, SearchTool, count_words, cut, render_plain
 from credit_rl.trajectory import Result
 
 CORPUS = [
@@ -38,13 +38,6 @@ def test_one_query_is_a_numbered_list_and_several_are_blocks():
     assert tool.run(['red', 'zebra']) == ('Query: red\nDoc 1 (Title: "Title 0") red fox runs\n\nQuery: zebra\nNo '
                                           'results.')
     assert tool.run(('red',)) == tool.run(['red'])
-
-
-def test_plain_texts_and_another_word_for_nothing():
-    tool = SearchTool(BM, 2, None, render=render_plain, empty='nothing')
-    assert tool.run(['grey wolf']) == 'grey wolf grey fox sleeps'
-    assert tool.run(['wolf', 'zebra']) == 'grey wolf nothing'
-    assert render_plain([], 'x') == '' and render_documents([('q', [])], 'x') == 'x'
 
 
 @settings(deadline=None)
@@ -138,13 +131,6 @@ def test_a_failing_batch_and_its_single_calls_share_one_time_limit():
     out = SearchTool(stub, 1, 9, seconds=2.).call([['red'], ['broken'], ['hang'], ['wolf']])
     stub.release.set()
     assert [r for _, r in out] == [Result.OK, Result.ERROR, Result.TIMEOUT, Result.TIMEOUT]
-
-
-def test_within():
-    assert within(lambda: 1, None) == within(lambda: 1, time.monotonic() + 600) == 1
-    with pytest.raises(KeyError): within(lambda: {}['x'], time.monotonic() + 600)
-    with pytest.raises(TimeoutError): within(lambda: 1, time.monotonic() - 1)
-    with pytest.raises(KeyError): within(lambda: {}['x'], None)
 
 
 @pytest.mark.parametrize(
@@ -304,18 +290,8 @@ def test_one_character_too_many():
     assert PATIENT.call(['print("a" * 301, end="")'])[0] == (text, result)
 
 
-def test_the_same_program_prints_the_same():
-    code = ('import random, time, datetime\nprint(random.random(), time.time(), '
-            'datetime.datetime.now())\ntime.sleep(1000)')
-    assert PATIENT.run(code) == PATIENT.run(code)
-
-
 def test_a_program_leaves_nothing_to_the_next():
     assert PATIENT.run('secret = 1') == 'No output.' and PATIENT.run('print(secret)').startswith('Error: NameError')
-
-
-def test_without_a_search_there_is_none():
-    assert PythonTool().run('search("a")') == "Error: NameError: name 'search' is not defined"
 
 
 @pytest.mark.parametrize(

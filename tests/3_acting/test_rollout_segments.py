@@ -115,21 +115,6 @@ def test_so_it_is_in_the_tiny_worlds_words(says):
     check(recite(says, TINY), TINY)
 
 
-def test_two_calls_and_an_answer():
-    t = check(recite([CALL, NOTE] * 2 + [BOX]))
-    assert kinds(t) == ['invoke', 'assimilate'] * 2 + ['commit'] and t.answer == 'Budapest'
-    assert [x.result for x in t.turns] == [Result.OK, Result.NONE] * 2 + [Result.NONE]
-    raw, kept = (TOKENIZER.decode(x.context_ids) for x in (t.turns[1], t.turns[4]))
-    assert 'Michael Curtiz was born' in raw and 'Michael Curtiz was born' not in kept
-    assert kept.count('<context>born in Budapest</context>') == 2 and kept.count(
-        'print(search("Curtiz"))') == 2 and 'so <context>' not in kept
-
-
-def test_an_answer_at_once_is_one_commit():
-    t = check(recite([BOX]))
-    assert kinds(t) == ['commit'] and t.turns[0].context_ids is None and t.answer == 'Budapest'
-
-
 FAULTS = {  # first segments: kind and result of each, what then stands for the output, how it ends
     'an open fence': (
         ['```python\nprint(1)', NOTE, BOX],
@@ -230,25 +215,6 @@ def test_every_fault_is_defined_and_recorded(name):
         assert t.turns[0].observation_text.startswith('Error: ')
     # a message that goes on has no end in it
     assert CARL.end_id not in (t.turns[-1].context_ids or ())[len(t.prompt_ids):]
-
-
-def test_fifteen_segments_without_an_answer():
-    t = check(recite([CALL, NOTE] * 20))
-    assert len(t.turns) == 15 and t.stop is Stop.TURN_CAP and t.answer is None and t.turns[
-        -1].result is Result.SKIPPED and not t.turns[-1].observation_ids
-    t = check(recite([CALL, NOTE] * 7 + [BOX]))
-    assert len(t.turns) == 15 and t.answer == 'Budapest'                           # seven calls fill the cap
-    t = check(recite([CALL, NOTE], max_turns=2), cap=2)
-    assert kinds(t) == ['invoke', 'assimilate'] and t.stop is Stop.TURN_CAP
-
-
-@pytest.mark.parametrize('room', range(1, 200, 3))
-def test_running_out_of_room_is_an_end(room):
-    t = recite([CALL, NOTE] * 3 + [BOX], max_tokens=len(CARL.prompt_ids(QUESTION.text)) + room)
-    for x in t.turns[:-1]: assert len(x.context_ids or t.prompt_ids) < len(t.prompt_ids) + room
-    if t.stop is Stop.ANSWER: check(t)
-    else: assert t.stop is Stop.LENGTH and t.answer is None
-    assert pack(grouped(t)).row_trajectory.tolist() == [0] * len(t.turns)
 
 
 class Tape:

@@ -680,14 +680,6 @@ def test_edited_contexts_are_scored_in_the_row_that_the_state_is_in(exact):
     assert states[0, :4, 0].tolist() == [0, 0, 1, 1] and states[1, :, 0].tolist() == [2, 2, -1, -1, -1]
 
 
-def test_the_answer_state_is_scored_only_when_asked():
-    layout = pack([example_group()])
-    states = acting_states(layout.states, layout.turn_mask)
-    assert (states[:, 4] == -1).all() and (layout.states[:, 4] >= 0).all()
-    uneven = torch.tensor([[True, False, False, False], [True] * 4, [True, True, False, False]])
-    assert (acting_states(layout.states, uneven)[..., 0] >= 0).sum(1).tolist() == [1, 4, 2]
-
-
 def test_templates_are_refused_by_name():
     chat, group = Chat(PROTOCOLS['tspo'], byte_tokenizer()), example_group()
     for unknown in ('carl', ['<{tag}>'], ('a', 1), None):
@@ -712,29 +704,6 @@ def written(chat, schema='own', **question):
     template = gold_templates(chat, [group], schema)[0][0]
     assert 'Budapest' in chat.tokenizer.decode(template.ids[template.start:template.end])
     return chat.tokenizer.decode(template.ids).removeprefix(answer_header(chat))
-
-
-@pytest.mark.parametrize('name', ['tiny', 'carl-tiny', 'carl-tiny-forced'])
-def test_in_the_tiny_world_a_gold_stands_in_the_thought_that_names_it(name):
-    """Behind the relation that the question ends with; one without relations takes the answer's plain form. By hand:
-    `<think> birthplace Budapest </think>`."""
-    chat = Chat(PROTOCOLS[name], byte_tokenizer())
-    two = {'relations': ['director', 'birthplace'], 'chain': ['a', 'b', 'c']}
-    assert written(chat, meta=two) == '<think> birthplace Budapest </think>'
-    assert written(chat, meta={'relations': ['capital']}) == '<think> capital Budapest </think>'
-    plain = '<answer> Budapest' if name == 'tiny' else '\\boxed{Budapest'
-    assert written(chat, meta={'relations': []}) == plain == written(chat, 'tips', meta=two)
-    assert written(chat, ['{last_relation}: {open}', '{close} {last_relation}'], meta=two).startswith(
-        'birthplace: ' + plain)
-    with pytest.raises(ValueError, match="meta.'relations'.*question 'casablanca'.*gold_schema"): written(chat)
-
-
-def test_questions_of_a_batch_have_each_their_own_words():
-    chat, group = Chat(PROTOCOLS['tiny'], byte_tokenizer()), example_group()
-    asked = [dataclasses.replace(group, question=dataclasses.replace(group.question, meta={'relations': [r]}))
-             for r in ('capital', 'founder')]
-    texts = [chat.tokenizer.decode(golds[0].ids) for golds in gold_templates(chat, asked)]
-    assert ['capital' in t for t in texts] == [True] * 3 + [False] * 3 == ['founder' not in t for t in texts]
 
 
 def test_the_papers_protocols_have_the_papers_words():

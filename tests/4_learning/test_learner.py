@@ -19,7 +19,7 @@ from credit_rl.layout import pack
 from credit_rl.learner import (MOST_REFUSED, BadStep, FrozenModels, Learner, Optimiser, PlainBackend, Scorer, make_critic,
                                parameter_groups)
 from credit_rl.options import flat
-from credit_rl.parts import Credit, Loss
+from credit_rl.parts import Credit, Golds, Loss, Needs
 from credit_rl.runlog import read_metrics, read_turns, same_metrics
 from credit_rl.scoring import AnswerTemplate
 from credit_rl.settings import make_config
@@ -157,7 +157,8 @@ def test_offloaded_models_are_on_the_device_only_while_they_read(names):
     lay = {who: [p.data_ptr() for p in getattr(learner, who).parameters()] for who in ('reference', 'teacher')}
     for step in range(1, 4):
         seens = [
-            which.evaluate(layout, ('logp', 'teacher', 'ref_logp'), {'teacher': golds}) for which in (learner, plain)
+            which.evaluate(layout, Needs(logp=True, teacher=Golds(), ref_logp=True), {'teacher': golds})
+            for which in (learner, plain)
         ]
         assert torch.equal(seens[0].ref_logp, seens[1].ref_logp) and torch.equal(seens[0].teacher_logp.nan_to_num(),
                                                                                  seens[1].teacher_logp.nan_to_num())
@@ -173,7 +174,7 @@ def test_an_offloaded_model_goes_home_when_a_forward_fails():
     learner, _ = offloading(['reference'])
     lay = [p.data_ptr() for p in learner.reference.parameters()]
     learner.reference.register_forward_pre_hook(lambda *_: 1 / 0)
-    with pytest.raises(ZeroDivisionError): learner.evaluate(pack([example_group()]), ('ref_logp',))
+    with pytest.raises(ZeroDivisionError): learner.evaluate(pack([example_group()]), Needs(ref_logp=True))
     assert [p.data_ptr() for p in learner.reference.parameters()] == lay
 
 
@@ -267,11 +268,11 @@ def test_entropy_is_that_of_the_distributions():
     golds = {'gold': [[AnswerTemplate((3, 4, 5), 1, 3)]] * 3}
     with torch.no_grad(): logits = learner.scorer.model(input_ids=layout.ids).logits / .7
     expected = torch.distributions.Categorical(logits=logits).entropy().roll(1, 1).where(layout.trained, 0.)
-    for sees, passes in ((('entropy',), 1), (('logp', 'entropy'), 1), (('logp', 'gold', 'entropy'), 2)):
-        seen = learner.evaluate(layout, sees, golds)
+    for more, passes in ({}, 1), ({'logp': True}, 1), ({'logp': True, 'gold': Golds()}, 2):
+        seen = learner.evaluate(layout, Needs(entropy=True, **more), golds)
         torch.testing.assert_close(seen.entropy, expected, atol=1e-5, rtol=0)
         assert learner.passes['policy'] == passes
-    assert torch.equal(seen.logp, learner.evaluate(layout, ('logp', 'gold'), golds).logp)
+    assert torch.equal(seen.logp, learner.evaluate(layout, Needs(logp=True, gold=Golds()), golds).logp)
     learner = Learner(learner.scorer.model, Loss(entropy=.1), Optimiser(minibatches=1, learning_rate=1e-9),
                       temperature=.7)
     log = learner.step(layout, None, Credit(layout.trained.float()))

@@ -15,8 +15,8 @@ from credit_rl.tiny import NOISY_CODER, act_coder, memory_of, tiny_environment, 
 from credit_rl.tools import PythonTool
 from credit_rl.trajectory import Group, Question, Stop, Trajectory, Turn
 from credit_rl import warmup
-from credit_rl.warmup import (choose_questions, cluster_questions, collect, CollectionPlan, draw_evenly, GATE, gate,
-                              GateFailed, GateReport, gold_shown, Missing, Pairs, prompted, Sampler, searching, warm_up, WarmUp)
+from credit_rl.warmup import (choose_questions, collect, CollectionPlan, draw_evenly, GATE, gate, GateFailed,
+                              GateReport, Missing, Pairs, with_prompt, Sampler, searching, warm_up, WarmUp)
 from credit_rl.world import Competence, make_world
 
 
@@ -52,12 +52,6 @@ def test_each_check_alone_fails_the_gate_by_what_it_says(name):
         report.failed) == {name} and f'FAILED: {name} by {report.failed[name]:.3f}' in str(report)
 
 
-def test_exactly_on_the_bar_passes():
-    pairs = [[.1, 1]] * 6 + [[0., 1]] * 4                                      # ties are wrong: 6 of 10
-    assert gate([.9, .1], [2, 1], pairs, [0., 1.], [0., 1.]).passed
-    assert not gate([.9, .1], [2, 1], pairs + [[0., 0]], [0., 1.], [0., 1.]).passed
-
-
 @settings(deadline=None, max_examples=50)
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=60), st.data())
 def test_draws_are_even(clusters, data):
@@ -67,13 +61,6 @@ def test_draws_are_even(clusters, data):
     assert len(set(drawn)) == len(drawn) == n
     count = Counter(clusters[i] for i in drawn)
     assert all(count[a] <= count[b] + 1 or count[b] == size[b] for a in size for b in size)
-
-
-def test_clusters_are_topics():
-    texts = [f'who directed the film number {i}' for i in range(20)] + [f'what is {i} + {i}' for i in range(20)]
-    clusters = cluster_questions(texts, k=2)
-    assert len(set(clusters[:20])) == len(set(clusters[20:])) == 1 and clusters[0] != clusters[20]
-    assert len(set(cluster_questions(['a'], k=50))) == 1
 
 
 PASSES, FAILS = GateReport(.9, .9, .9, .9, .9, (1, 1)), GateReport(.1, .9, .9, .9, .9, (1, 1))
@@ -101,27 +88,6 @@ def test_the_first_pass_at_or_after_least_ends_it(monkeypatch, how, passes, sat)
     if sat is None:
         with pytest.raises(GateFailed, match='pass'): run()
     else: assert run() == sat and len(taught) == sat[-1]
-
-
-READS = {
-    'in the context': ('so <context>born in Budapest</context>', True), 'beside it':
-    ('It is Budapest, so '
-     '<context>a film</context>', False), 'after it': ('<context>a film</context> of Budapest', False),
-    'in a context begun again': ('<context>Budapest <context>a film</context>', False), 'in one that was not closed':
-    ('so <context>Budapest', True), 'in none': ('Budapest', False)
-}
-
-
-@pytest.mark.parametrize('where', READS)
-def test_kept_is_what_the_next_state_holds(where):
-    text, kept = READS[where]
-    turns = [
-        Turn(kind, (1, ), (0., ), (), said, seen)
-        for kind, said, seen in (('invoke', 'search', 'He was born in '
-                                  'Budapest.'), ('assimilate', text, ''), ('commit', 'Budapest', ''))
-    ]
-    assert gold_shown(Trajectory(Question('q', 'Where?', ('Budapest', )), (0, ), turns, Stop.ANSWER,
-                                 'Budapest')) == [(1, kept)]
 
 
 # ---- who is asked ----
@@ -194,7 +160,7 @@ def test_prompts_go_by_tier_and_by_set_as_in_appendix_c(by):
     paper = {'carl': {'known 1', 'known 2'}, 'carl-multi-hop': {'known 2', 'unknown 2'}}
     assert told.asked == {'carl-direct': every, 'carl-forced': every, 'carl': every, 'carl-multi-hop': every} | (
         paper if by == 'paper' else {})
-    said = [prompted(env, mode).chat.protocol.system for mode in ('forced', 'optional', 'multi-hop')]
+    said = [with_prompt(env, mode).chat.protocol.system for mode in ('forced', 'optional', 'multi-hop')]
     assert not any('search' in text for text in said) and len(set(said)) == 3
     assert all('search(query)' in PROTOCOLS[name].system for name in ('carl-forced', 'carl', 'carl-multi-hop'))
 

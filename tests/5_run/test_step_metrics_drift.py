@@ -76,14 +76,10 @@ def test_a_thought_that_a_template_drops_is_counted_and_shown():
     assert '3 of all ids would change if encoded again' in page and 'encoded again' not in show_rollout(t).html
 
 
-def test_a_run_logs_its_drift_and_its_rollouts_have_theirs(root, tmp_path, monkeypatch):
+def test_a_run_logs_its_drift_and_its_rollouts_have_theirs(finished):
     from credit_rl.runlog import METRICS, read_metrics, read_turns
-    from credit_rl.train import train
     from credit_rl.view import show_run
-    monkeypatch.chdir(root)
-    folder = train({'model': 'data/tiny_base', 'method': 'grpo', 'steps': 1, 'questions': 20, 'questions_per_step': 2,
-                    'group_size': 2, 'dev_questions': 2, 'test_questions': 2, 'run': str(tmp_path / 'run'), 'track': '',
-                    'log_kl': False})
+    folder = finished(method='grpo')
     assert read_metrics(folder).drift[1] >= 0 and 'drift' in METRICS
     rows = [row for row in read_turns(folder) if row['kind'] == 'train']
     assert rows and all(isinstance(row['drift'], int) for row in rows)

@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from credit_rl.methods import METHODS
-from credit_rl.recorded import (DROPPED, NotKept, attempts_of, cut_text, read_recording, recorded_credit,
-                                recorded_tokenizer, token_texts)
+from credit_rl.recorded import NotKept, cut_text, read_recording, recorded_credit, recorded_tokenizer, token_texts
 from credit_rl.runlog import RunLog
 from credit_rl.train import train
 from credit_rl.trajectory import example_group, to_json
@@ -86,31 +85,6 @@ def test_a_rollout_without_measure_has_no_credit_and_the_others_have(tmp_path):
     belief = [[.1, .2, .3, .4, NAN], [NAN] * 5, [.1, .1, .2, .1, NAN]]
     [credit] = recorded_credit(kept(tmp_path, example(belief=belief), method='igpo', group_size=3), 'igpo')
     assert all(math.isnan(x) for x in credit[1]) and not any(math.isnan(x) for row in credit[::2] for x in row)
-
-
-def test_groups_that_a_sampling_drops_are_left_out(tmp_path):
-    rows = example() + [{**r, 'trajectory': {**r['trajectory'], 'answer': 'Rabat',
-                                             'question': {**r['trajectory']['question'], 'id': 'b'}}}
-                        for r in example((0., 0., 0.))]
-    recording = kept(tmp_path, rows, method='grpo', group_size=3)
-    first, second = recorded_credit(recording, 'dapo')
-    assert isinstance(first, list) and second == DROPPED
-
-
-def test_attempts_are_cut_by_step_kind_question_and_size():
-    rows = [{**r, 'step': s} for s in (1, 2) for r in example()]
-    assert [(a.step, len(a.rows)) for a in attempts_of(rows, 2)] == [(1, 2), (1, 1), (2, 2), (2, 1)]
-    played = [{**r, 'kind': 'before'} for r in rows]
-    assert [len(a.rows) for a in attempts_of(played, 2)] == [3, 3]
-
-
-def test_the_newest_whole_groups_are_read(tmp_path):
-    log = RunLog(tmp_path / 'run')
-    log.write_params({'method': 'grpo', 'group_size': 3})
-    for step in range(1, 6): log.turns(step, example())
-    recording = read_recording(tmp_path / 'run', 7)
-    assert [a.step for a in recording.attempts] == [4, 5] and recording.left_out == 9
-    assert read_recording(tmp_path / 'run', None).rollouts == 15
 
 
 def test_an_evaluation_s_folder_holds_one_for_each_set(tmp_path):

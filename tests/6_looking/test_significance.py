@@ -10,8 +10,7 @@ import torch
 from scipy import stats
 
 from credit_rl.diagnostics import _gain_interval
-from credit_rl.significance import (detectable, holm, jackknife, mean_interval, ratio_interval, verdict, welch,
-                                    wilson)
+from credit_rl.significance import detectable, holm, jackknife, mean_interval, ratio_interval, welch, wilson
 
 
 def test_students_interval_is_scipys_and_covers():
@@ -56,13 +55,6 @@ def test_the_detectable_difference_is_found_in_four_of_five_studies():
         assert np.mean(np.array(p) < .05) == pytest.approx(.8, abs=.03)
     assert detectable(.03, 8, .05 / 20) > 1.5 * detectable(.03, 8) and math.isnan(detectable(.03, 1))
     assert detectable(0., 5) == 0.
-
-
-def test_what_is_said():
-    assert verdict(.01, .05, .01) == 'ahead' and verdict(-.05, -.01, .01) == 'behind'
-    assert verdict(.001, .05, .2) == 'not told apart'                       # beyond 0 alone, not with all others
-    assert verdict(-.02, .02, 1.) == 'within ± .02' and verdict(-.02, .03, 1.) == 'not told apart'
-    assert verdict(math.nan, math.nan, math.nan) == 'unknown' and verdict(-.1, .1, 1., .1) == 'within ± .1'
 
 
 def test_the_jackknife_of_a_ratio_covers_and_of_a_norm_a_bootstrap_does_not():

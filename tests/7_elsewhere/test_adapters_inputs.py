@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from credit_rl.adapters import _areal_credit, _listed, Arrays, assign_arrays, estimator, prime_credit
+from credit_rl.adapters import _areal_credit, _list_turns, Arrays, assign_arrays, estimator, prime_credit
 
 MASK = torch.tensor([[1, 0, 1], [1, 0, 1]])
 REWARDS = torch.tensor([[1., 0, 0], [0., 0, 0]])
@@ -41,17 +41,17 @@ def test_an_index_of_another_length_is_refused():
 @pytest.mark.parametrize('given', [[1., None], (1, None), np.array([1., np.nan]), torch.tensor([1., float('nan')]),
                                    [np.float32(1.), None], ['1', None]])
 def test_turn_rewards_are_read_in_the_types_that_environments_have(given):
-    first, second = _listed({'turn_rewards': given})
+    first, second = _list_turns({'turn_rewards': given})
     assert first == 1. and second != second
 
 
 @pytest.mark.parametrize('info', [None, {}, {'turn_rewards': None}, {'turn_rewards': []}])
-def test_a_rollout_may_have_none(info): assert _listed(info) == []
+def test_a_rollout_may_have_none(info): assert _list_turns(info) == []
 
 
 @pytest.mark.parametrize('given', ['x', {'a': 1}, 5, ['x'], [[1.]]])
 def test_what_is_no_list_of_numbers_is_refused(given):
-    with pytest.raises(ValueError, match='turn_rewards'): _listed({'turn_rewards': given})
+    with pytest.raises(ValueError, match='turn_rewards'): _list_turns({'turn_rewards': given})
 
 
 def test_a_trace_without_a_reward_leaves_the_comparison():

@@ -44,21 +44,6 @@ def test_our_functions_reproduce_the_file(check, data):
         for name in ('advantages', 'returns'): assert not check.differences(b.get(name, []), a.get(name, []), 1e-5)
 
 
-def test_every_method_and_every_edge_is_there(data):
-    assert {name for case in data['cases'] for name in case['methods']} == set(METHODS)
-    for name, method in METHODS.items():
-        inputs = {case['input'] for case in data['cases'] if name in case['methods']}
-        wanted = {'all wrong', 'all right', 'lone member', 'missing'}
-        assert inputs >= wanted and (method.rule.name == 'call' or inputs >= {'usual', 'several rows'}), (name, inputs)
-    inputs = data['inputs']
-    assert None in inputs['missing']['outcome'] and [None] == [x for r in inputs['missing']['turn_rewards'] for x in r
-                                                               if x is None]
-    assert len(inputs['several rows']['token_turns']) > len(inputs['several rows']['groups'])
-    assert not any(inputs['all wrong']['outcome']) and len(set(inputs['usual']['turn_counts'])) > 1
-    assert sorted(map(inputs['lone member']['groups'].count, {0, 1})) == [1, 2]
-    assert STORED.stat().st_size < 200_000
-
-
 def tensors(inputs):
     "An input as tensors: outcome, table of turn rewards, turn_mask, groups, and tokens of turn values."
     number = lambda x: torch.tensor([[float('nan') if v is None else v for v in row] for row in x], dtype=torch.float32)
@@ -151,12 +136,6 @@ def test_the_checker_finds_an_altered_number(tmp_path, data):
 def test_answers_of_another_shape_and_numbers_that_are_none_differ(check):
     assert check.differences([[1., 2.]], [[1.]], 1e-4) and check.differences([[1.]], [[float('nan')]], 1e-4)
     assert not check.differences([[1e6]], [[1e6 + 10]], 1e-4) and check.differences([[0.]], [[2e-4]], 1e-4)
-
-
-def test_the_command_writes_the_file(tmp_path, check):
-    conformance.main([str(tmp_path / 'new' / 'vectors.json')])
-    assert check.read(tmp_path / 'new' / 'vectors.json')['cases']
-    with pytest.raises(SystemExit, match='usage'): conformance.main(['--help'])
 
 
 def test_a_case_that_depends_on_a_draw_is_refused(monkeypatch):

@@ -145,7 +145,7 @@ def test_trls_step_is_our_learners_step_on_what_trl_played(root, played):
     learner = Learner(model, credit.method.loss,
                       Optimiser(RATE, betas=(.9, .999), minibatches=1, clip=1.), seed=1)
     batch = assign(credit.method, credit.groups, lambda layout, asks: None)
-    learner.step(batch.layout, learner.evaluate(batch.layout, ('logp',)), batch.credit)
+    learner.step(batch.layout, learner.evaluate(batch.layout), batch.credit)
     mine, theirs = (torch.cat([(p.detach() - before[n]).flatten() for n, p in m.named_parameters()])
                     for m in (model, trainer.model))
     assert theirs.norm() > 0 and (mine - theirs).norm() < .03 * theirs.norm()

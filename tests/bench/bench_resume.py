@@ -18,7 +18,7 @@ from pathlib import Path
 from bench_estimate import MALLOC, batch, model, status
 import torch
 from credit_rl.learner import Learner, Optimiser, make_critic
-from credit_rl.parts import Credit
+from credit_rl.parts import Credit, Needs
 from credit_rl.sharded import DeepSpeedBackend
 
 SIZE, LENGTH = 120, 32
@@ -54,7 +54,7 @@ def rank_of(stage, case, rank, ranks, port, folder, out):
                                                   apart=case == 'carl'), critic=critic, backend=DeepSpeedBackend(stage))
     if saves:
         layout = batch(ranks, LENGTH)
-        seen = learner.evaluate(layout, ('values',)) if critic else None
+        seen = learner.evaluate(layout, Needs(values=True)) if critic else None
         learner.step(layout, seen, Credit(torch.ones(layout.ids.shape) * layout.trained, *(
             [torch.ones(layout.ids.shape)] if critic else [])))
         learner.save(folder)

@@ -11,9 +11,8 @@ import pytest
 import torch
 import yaml
 
-from credit_rl import export
 from credit_rl.studies import competence
-from credit_rl.studies.competence import examine_run, examine_sets, main, open_agent
+from credit_rl.studies.competence import examine_run, examine_sets, open_agent
 from credit_rl.engine import HFEngine
 from credit_rl.launch import Ranks
 from credit_rl.models import load_model
@@ -74,32 +73,6 @@ def test_a_run_is_examined_by_its_own_engine(run, plain, monkeypatch):
     found = examine_run(run, lambda line: None, 'newest')
     assert made[0].loads == 1 and made[0].closed and found == plain[1]
     assert found['tiers'] == {'1': 3, '2': 3} and found['greedy'] != found['base']['greedy']
-
-
-@pytest.mark.long
-def test_another_host_is_told(run, plain):
-    "A run of eight ranks with vLLM, on a host without either."
-    params = yaml.safe_load((run / 'params.yaml').read_text())
-    (run / 'params.yaml').write_text(yaml.safe_dump({**params, 'engine': 'vllm', 'ranks': 8, 'learner': 'deepspeed',
-                                                     'vllm': {'arguments': {'gpu_memory_utilization': .4}}}))
-    assert competence._config_of(run).ranks == 8
-    main([str(run), 'engine=hf', 'ranks=1', '--checkpoint', 'newest'])
-    assert read_summary(run)['competence'] == plain[1]
-    with pytest.raises(SystemExit, match="'ranks'"):
-        main([str(run), 'rank=1', '--checkpoint', 'best'])
-
-
-def test_models_stay_on_the_device_that_they_are_loaded_to(run, monkeypatch):
-    "Nothing goes to the CPU by itself; policy and base are left to `load_model`, which takes the GPU if there is one."
-    asked, load = [], export.load_model
-    for module in (export, competence):
-        monkeypatch.setattr(module, 'load_model', lambda folder, dtype='float32', device=None: asked.append(device)
-                            or load(folder, dtype, device))
-    monkeypatch.setattr(torch.nn.Module, 'cpu', lambda self: pytest.fail('moved to the CPU'))
-    agent, _ = open_agent(run, 'newest')
-    assert asked == [None, None] and agent.engine.model is agent.critic[0]
-    export.export_run(run, run / 'made', 'newest')
-    assert asked[2:] == ['cpu']                            # what is only written down needs no GPU
 
 
 def test_ranks_share_the_questions(run):

@@ -15,14 +15,14 @@ import torch
 from torch.testing import assert_close
 
 from credit_rl.studies import lab
-from credit_rl.studies.games import (action_chances, asking, chain, earned_before, game_values, group_moves, many_parts,
-                             near_miss, repair, searches, silent, stopping)
+from credit_rl.studies.games import (action_chances, asking, chain, earnings_before, game_values, group_moves,
+                                     many_parts, near_miss, repair, searches, silent, stopping)
 from credit_rl.groups import group_normalize, index_groups
-from credit_rl.studies.lab import (CHARTS, FORETOLD, TRIALS, LabChoice, Pupils, all_groups, belief_noise, believed, best_rate,
-                           censored_mean, chart_figure, estimate_of, exact_estimate, get_contender, get_trial,
-                           histories, judge_expected, lab_table, learn, map_page, move_weights, nearest_worlds,
-                           read_learned, run_lab, sampled_estimate, step_ratio, true_gradient, turn_gradients,
-                           turn_weights, unit_rate, foretell_lab)
+from credit_rl.studies.lab import (FORETOLD, TRIALS, LabChoice, Pupils, all_groups, belief_noise, beliefs_of,
+                                   censored_mean, estimate_of, exact_estimate, get_contender, histories,
+                                   judge_expected, lab_table, learn, map_page, move_weights, read_learned, run_lab,
+                                   sampled_estimate, step_ratio, true_gradient, turn_gradients, turn_weights,
+                                   unit_rate, foretell_lab)
 from credit_rl.methods import compose
 from credit_rl.potentials import shaping_rewards
 from credit_rl.runlog import RunLog
@@ -47,7 +47,7 @@ def credit_of(name, game, size=3, **options):
     "Weights of all turns, in all groups of a question: (M, size, K)."
     contender, (pi, moves, values, _) = get_contender(name, game.metric, **options), listed(game, size=size)
     pupils = Pupils(game, contender, len(pi), seeded())
-    earned, _ = earned_before(game, moves)
+    earned, _ = earnings_before(game, moves)
     shown, _ = pupils.show(pi, values, moves, earned)
     return pupils.credit(pi, moves, shown, size)[0].view(len(pi), size, -1)
 
@@ -72,11 +72,11 @@ def test_tips_shaping_adds_nothing_to_grpo():
     were, and a row that adds it is refused for that."""
     game = chain(3, .2, (2, 4, 3), 2)
     pi, moves, values, _ = listed(game, size=3)
-    earned, outcome = earned_before(game, moves)
+    earned, outcome = earnings_before(game, moves)
     owner = torch.arange(len(pi)).repeat_interleave(3)
     for kind in ('own', 'frozen', 'late', 'wrong'):
         first = Pupils(game, get_contender('grpo'), len(pi), seeded()).first.expand(len(pi), -1)
-        phi = believed(kind, values, first, game, moves, earned).double().log()
+        phi = beliefs_of(kind, values, first, game, moves, earned).double().log()
         shaped = shaping_rewards(phi, moves.turn_mask, .1)
         assert shaped.abs().max() > .01                                     # it says something of turns
         found = group_normalize(outcome.double() + shaped.sum(1), owner)
@@ -99,7 +99,7 @@ def test_tips_shaping_changes_no_expectation_in_ppo(shown):
 def test_tspo_is_grpo_where_no_group_is_all_wrong():
     game = MISSES()
     _, moves, _, _ = listed(game)
-    right = earned_before(game, moves)[1].view(-1, 3).sum(1)
+    right = earnings_before(game, moves)[1].view(-1, 3).sum(1)
     tspo, grpo = credit_of('tspo', game), credit_of('grpo', game)
     assert (right > 0).any() and (right == 0).any()
     assert_close(tspo[right > 0], grpo[right > 0], atol=1e-5, rtol=1e-5)
@@ -110,7 +110,7 @@ def test_carl_at_lambda_1_is_a_baseline():
     "Its credit is then outcome less value, of every turn; at λ = 0 it is the change of the value."
     game = asking((2, 4, 3), 2)
     pi, moves, values, _ = listed(game)
-    earned, outcome = earned_before(game, moves)
+    earned, outcome = earnings_before(game, moves)
     baseline = torch.where(moves.turn_mask, outcome[:, None] - earned - moves.pick(values), 0.).view(len(pi), 3, -1)
     assert_close(credit_of('carl (exact)', game, lam=1.), baseline / 3, atol=1e-5, rtol=1e-4)
     found = exact_estimate(game, get_contender('carl (exact)', 'em', lam=1.), 3)
@@ -198,7 +198,7 @@ def test_credit_of_moves_is_that_of_their_text(world):
     game = SMALL[world]()
     pi, generator = action_chances(game, game.base.expand(2, -1, -1)), seeded()
     moves = lab.draw_moves(game, pi, torch.randint(len(game.questions), (2, 2), generator=generator), 4, generator)
-    values, (earned, _) = game_values(game, pi), earned_before(game, moves)
+    values, (earned, _) = game_values(game, pi), earnings_before(game, moves)
     for name in RULES:
         if world == 'parts' and {'folr', 'gain', 'shaping'} & {*name.replace('tspo', 'folr').replace(
                 'igpo', 'gain').replace('tips', 'shaping').replace('+', ' ').replace('/', ' ').split()}: continue
@@ -281,13 +281,13 @@ def test_a_turn_that_is_not_taught_makes_the_lowest_score():
 def test_a_blind_critic_sees_the_turn_alone():
     game = SMALL['chain']()
     pi, moves, values, _ = listed(game)
-    earned, _ = earned_before(game, moves)
+    earned, _ = earnings_before(game, moves)
     told, blind = (Pupils(game, get_contender(f'ppo (warm, {sight})'), len(pi), seeded()).show(pi, values, moves, earned)[
         0]['values'] for sight in ('told', 'blind'))
     assert len(blind[:, 1].unique()) == 1 < len(told[:, 1].unique())
     parts = SMALL['parts']()                         # what was earned is in the told value, and only in its mean in the other
     pi, moves, values, _ = listed(parts)
-    earned, _ = earned_before(parts, moves)
+    earned, _ = earnings_before(parts, moves)
     blind = Pupils(parts, get_contender('ppo (warm, blind)', 'parts'), len(pi), seeded()).show(pi, values, moves, earned)[0]
     assert_close(blind['values'], torch.full_like(blind['values'], 1 / 3))
     with pytest.raises(ValueError, match='critic'): get_contender('carl (exact, blind)')
@@ -303,7 +303,7 @@ def test_noisy_belief_tells_states_with_the_gold_as_well_as_asked(game, auc):
     pi = action_chances(game, game.base.expand(150, -1, -1))                  # each policy has draws of its own
     moves = lab.draw_moves(game, pi, torch.randint(64, (150, 30), generator=generator), 2, generator)
     pupils = Pupils(game, get_contender(f'igpo ({str(auc)[1:]})'), 150, generator)
-    belief = pupils.show(pi, game_values(game, pi), moves, earned_before(game, moves)[0])[0]['belief'][:, :-1]
+    belief = pupils.show(pi, game_values(game, pi), moves, earnings_before(game, moves)[0])[0]['belief'][:, :-1]
     shows = game.reads[1][moves.spot.clamp(min=0), moves.action, moves.way] & moves.turn_mask
     seen = torch.nn.functional.pad(shows.cumsum(1)[:, :-1], (1, 0)) > 0 if shows.any() else \
         moves.pick(game_values(game, pi)) > 0
@@ -327,7 +327,7 @@ def test_noise_that_there_is_not_is_refused():
 def test_flattened_tspo_pays_the_same_for_all_turns():
     game = MISSES()
     _, moves, _, _ = listed(game)
-    right = earned_before(game, moves)[1].view(-1, 3).sum(1)
+    right = earnings_before(game, moves)[1].view(-1, 3).sum(1)
     flat, tspo = credit_of('tspo flat', game), credit_of('tspo', game)
     assert_close(flat[right > 0], tspo[right > 0], atol=1e-6, rtol=1e-6)
     wrong = flat[right == 0]
@@ -402,22 +402,6 @@ def test_draws_have_rates_of_the_first_and_fresh_seeds_of_the_others(tmp_path):
     assert found[found.world == 'parts 1'].score.tolist()[1] == pytest.approx(1, abs=1e-4)   # one turn: exact is GRPO
 
 
-def test_exact_csv_is_filled_rule_by_rule(little, tmp_path):
-    path = tmp_path / 'exact.csv'
-    whole = (Path(little[0].run) / 'exact.csv').read_text()
-    lines = whole.splitlines(keepends=True)
-    path.write_text(''.join(line for line in lines if ',exact,' not in line))
-    for name in ('settings.json', 'learned.jsonl'): (tmp_path / name).write_bytes((Path(little[0].run) / name).read_bytes())
-    run_lab(dataclasses.replace(little[0], run=str(tmp_path)), lambda line: None)
-    assert path.read_text() == whole
-
-
-def test_the_best_rate_is_the_fastest_and_edges_are_told():
-    block = lambda *steps: {'rates': [1., 2., 4.], 'steps': list(steps)}
-    assert best_rate([block(9, 5, 7)]) == (2., 0) and best_rate([block(9, 7, 5)]) == (4., 1)
-    assert best_rate([block(5, 7, 9)]) == (1., -1) and best_rate([block(50, 60, -1)], most=55)[0] == 1.
-
-
 @pytest.fixture(scope='module')
 def little(tmp_path_factory):
     "Settings of a lab that takes a second, and what it found without a break."
@@ -430,22 +414,6 @@ def little(tmp_path_factory):
 def facts(folder):
     "What was learned, without clocks."
     return [{k: v for k, v in block.items() if k != 'seconds'} for block in read_learned(folder)]
-
-
-def test_an_interrupted_lab_goes_on(little, tmp_path):
-    "After every line that it says, it is interrupted; the same command goes on, and nothing is done twice."
-    whole, wanted = little
-    how, said = dataclasses.replace(whole, run=str(tmp_path / 'lab')), []
-
-    def say(line):
-        said.append(line)
-        raise KeyboardInterrupt
-    for _ in range(20):
-        try: run_lab(how, say)
-        except KeyboardInterrupt: continue
-        break
-    assert facts(how.run) == wanted and len(said) == len(wanted) + 1
-    assert (tmp_path / 'lab' / 'exact.csv').read_text() == (Path(whole.run) / 'exact.csv').read_text()
 
 
 def test_a_killed_lab_goes_on(little, tmp_path):
@@ -486,12 +454,6 @@ def test_the_stored_lab_is_whole(tmp_path):
     assert not said and sorted(pairs) == sorted((name, rule) for name, trial in TRIALS.items() for rule in trial.rules)
 
 
-def test_time_that_is_up_begins_nothing(little, tmp_path):
-    how = dataclasses.replace(little[0], run=str(tmp_path / 'lab'), minutes=1e-9)
-    run_lab(how, lambda line: None)
-    assert not read_learned(how.run) and not (tmp_path / 'lab' / 'exact.csv').exists()
-
-
 # ---- the map ----
 
 def test_the_table_is_of_what_was_found(little):
@@ -502,35 +464,6 @@ def test_the_table_is_of_what_was_found(little):
     judged = judge_expected(table, pd.DataFrame({'world': ['parts 1'], 'rule': ['exact'], 'expected': [1.3]}))
     assert judged.error.item() == pytest.approx(math.log(1.3)) and judged.error_always_1.item() == 0
     assert map_page(table).loc['parts 1', 'turns'] == 1
-
-
-def written(little, folder, **steps):  # rule -> (steps, turns of each step) of four seeds
-    "A folder with these results of one world, at the highest of two rates."
-    for name in ('exact.csv', 'settings.json'): (folder / name).write_bytes((Path(little[0].run) / name).read_bytes())
-    blocks = [{'world': 'parts 1', 'rule': rule, 'phase': phase, 'rates': [2., 4., 4., 4.][:len(found)],
-               'steps': found, 'turns': [each * (s if s >= 0 else 200) for s in found], 'unit': 1., 'seconds': 1.}
-              for rule, (fresh, each) in steps.items() for phase, found in (('rates', [9, 5]), ('fresh', fresh))]
-    (folder / 'learned.jsonl').write_text('\n'.join(map(json.dumps, blocks)) + '\n')
-    return lab_table(folder)
-
-
-def test_the_map_says_what_turns_cost_and_at_which_rate(little, tmp_path):
-    "Half of GRPO's steps, of eight times as many turns each: worth 2 by steps and a quarter by turns."
-    table = written(little, tmp_path, grpo=([8, 9, 8, 9], 10), exact=([4, 4.5, 4, 4.5], 80))
-    row = table.set_index('rule').loc['exact']
-    assert row.steps == pytest.approx(2) and row.turns == pytest.approx(1 / 4) and row.verdict == 'ahead'
-    assert row.turns_low < 1 / 4 < row.turns_high < 1 and (row.rate, row.edge) == (4., 1)
-    assert map_page(table).loc['parts 1', 'ahead'] == 'exact ×2.00 (by turns ×0.25)'
-
-
-def test_a_rule_that_never_gets_there_is_on_the_map(little, tmp_path):
-    table = written(little, tmp_path, grpo=([8, 9, 8, 9], 10), exact=([-1, -1, 190, -1], 10))
-    row = table.set_index('rule').loc['exact']
-    assert math.isnan(row.steps) and row.reached == .25
-    assert map_page(table).loc['parts 1', ['ahead', 'never there']].tolist() == ['', 'exact']
-    chart = lab.Chart('Does it?', 'K', {'exact': [(1, 'parts 1', 'exact')]})
-    assert lab.chart_says(chart, table) == "Does it? GRPO's steps over the rule's: exact never there at 1."
-    assert [text.get_text() for text in chart_figure(chart, table).axes[1].texts] == ['never there']
 
 
 def rows_of(*found):  # (world, rule, steps, verdict)
@@ -561,12 +494,3 @@ def test_which_rule_measures_a_run_and_refuses_what_it_does_not_know(tmp_path, m
     shown = capsys.readouterr().out
     assert 'your problem: turns 2, right 0.333, near 0.5' in shown and '×1.10 (0.99 to 1.21), ahead' in shown
     with pytest.raises(SystemExit, match='known'): lab.which_main(['turns=2', 'right=.1'])
-
-
-def test_every_chart_is_drawn_of_rows_that_exist(little):
-    table = lab_table(little[0].run)
-    for chart in CHARTS.values():
-        for line in chart.lines.values():
-            for _, world, rule in line: assert rule in get_trial(world).rules
-        assert len(chart_figure(chart, table).axes) == 2
-    assert nearest_worlds(turns=16, right=.125, near=0., parts=True, count=1).keys() == {'parts 16'}

@@ -1,5 +1,4 @@
 "Players, searches and settings of the regimes of the tiny world."
-import math
 from dataclasses import replace
 
 import pytest
@@ -7,6 +6,7 @@ import torch
 
 from credit_rl import tiny
 from credit_rl.engine import ScriptedEngine
+from credit_rl.parts import Golds, Needs
 from credit_rl.tspo import first_turns
 from credit_rl.information_gain import belief_check, belief_of, belief_schema
 from credit_rl.layout import pack
@@ -15,7 +15,7 @@ from credit_rl.methods import METHODS
 from credit_rl.models import load_model
 from credit_rl.outcome import outcome_rewards
 from credit_rl.protocol import PROTOCOLS, Chat
-from credit_rl.studies.regimes import BASES, RegimeBase, describe_play, main, measure_base, regime_environment
+from credit_rl.studies.regimes import BASES, RegimeBase, main, regime_environment
 from credit_rl.rollout import rollout
 from credit_rl.runlog import METRICS as METRICS_OF_RUNS
 from credit_rl.scoring import answer_header, gold_templates
@@ -268,19 +268,6 @@ def test_settings_of_regimes_that_are_refused(bad, match):
     with pytest.raises(ValueError, match=match): check(make_config(bad))
 
 
-def test_a_base_is_measured_by_what_it_did():
-    r = Regime('small', '', {'hops': [2], 'size': 100}, max_turns=3)
-    found = measure_base(tiny_model(CHAT.tokenizer), CHAT, r, questions=3, group_size=2)
-    assert found['right'] == found['em'] == found['found'] == 0 and found['all_wrong'] == found['lost'] == 1
-    assert math.isnan(found['belief_shown']) and 0 < found['belief_unshown'] < .1     # nothing was ever shown
-    player = Player(near_miss=1., spared=('mayor',))
-    told = describe_play([g for g in play(player, size=2)])
-    groups = play(player, size=2)
-    right, seen = outcome_rewards(groups), first_turns(groups) >= 0
-    assert told['right'] == right.mean() and told['near'] == pytest.approx(((right == 0) & seen).float().mean().item())
-    assert told['near'] + told['lost'] + told['right'] == pytest.approx(1) and told['malformed'] == 0
-
-
 def test_belief_of_a_base_is_that_of_a_run_which_measures_it():
     "The learner's way, as a run with measure=['belief'] goes it, on games in which golds were shown."
     groups = play(Player(near_miss=.5), size=6)
@@ -289,7 +276,7 @@ def test_belief_of_a_base_is_that_of_a_run_which_measures_it():
     layout = pack(groups, len(CHAT.encode(answer_header(CHAT))))
     golds = gold_templates(CHAT, groups, belief_schema(CHAT.protocol))
     learner = learner_of(make_config({'method': 'grpo', 'log_kl': False}), model)
-    seen = learner.evaluate(layout, ('gold',), {'gold': golds})
+    seen = learner.evaluate(layout, Needs(gold=Golds()), {'gold': golds})
     wanted = belief_check(seen, layout, groups)
     assert wanted['belief_shown_states'] > 3
     for name, value in found.items(): assert value == pytest.approx(wanted[name], rel=1e-4), name

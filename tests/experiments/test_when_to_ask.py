@@ -49,23 +49,6 @@ def test_what_was_not_measured_is_missing():
     assert nobody.questions['known'] == 0 and math.isnan(nobody['ask rate']['known'])
 
 
-@pytest.mark.parametrize('known, unknown, rest, bias, form, words', [
-    ((.3, .2, .4), (-.5, -.6, -.4), .96, .05, .5,
-     ['something to learn', 'keeps the agent', '.90 of the known and 0.96', 'it tells', ', below a third', '0.50.']),
-    ((.3, .2, .4), (.2, .1, .3), .95, -.2, .9, ['nothing keeps', 'hardly tells', 'NOT below', 'says little']),
-    ((-.1, -.3, 0.), (-.5, -.6, -.4), .8, 0., .5, ['nothing to learn', 'keeps the agent', 'hardly tells']),
-    ((.1, -.1, .3), (.1, -.1, .3), .8, 0., .5,
-     ['does not tell whether asking', 'more questions', 'tell whether anything'])])
-def test_what_is_said(known, unknown, rest, bias, form, words):
-    import pandas as pd
-    row = lambda d, rate: {'ask rate': rate, 'ask error': .02, 'delta': d[0], 'low': d[1], 'high': d[2]}
-    table = pd.DataFrame.from_dict({'known': row(known, .9), 'unknown': row(unknown, rest)}, orient='index')
-    off = value_bias([.5 + bias] * 2, [.5] * 2, ['start'] * 2, ['a', 'b'], [True] * 2)
-    said = asking_says(table, off, {'logistic': form, 'trees': .4})
-    assert all(w in said for w in words)
-    assert 'critic' not in asking_says(table) and 'form' not in asking_says(table)
-
-
 def test_bias_is_told_apart_by_question_tier_and_kind():
     found = value_bias([.9, .9, .2, .4], [1., 0., 0., 1.], ['start', 'start', 'commit', 'start'], ['a', 'b', 'a', 'c'],
                        [True, True, True, False])
@@ -106,20 +89,3 @@ def test_questions_of_one_form_cannot_be_told_apart():
     with pytest.raises(ValueError, match='questions'): form_auc([Question('a', 'x', [''])], [True])
     assert torch.tensor(list(form_auc([Question(str(i), 'x', ['']) for i in range(9)], [i < 4 for i in range(9)])
                              .values())).allclose(torch.tensor(.5))
-
-
-def test_what_was_found_is_one_table_by_world_and_seed(tmp_path):
-    for world, seed, delta in (('m25', 2, .3), ('m00', 1, None), ('m25', 1, .1)):
-        of = {'ask rate': .9, 'ask': .5, 'answer': None, 'delta': delta, 'low': delta, 'high': delta}
-        place = tmp_path / world / str(seed)
-        place.mkdir(parents=True)
-        bias = [{'tier': t, 'kind': k, 'bias': b, 'error': .01} for t, k, b in (
-            ('unknown', 'start', .9), ('known', 'commit', .8), ('known', 'start', -.02))]
-        (place / 'asking.json').write_text(json.dumps({
-            'asking': {'known': of, 'unknown': {**of, 'ask rate': .95, 'delta': -.4}}, 'bias': bias if delta else None,
-            'form': {'logistic': .48, 'trees': .51}}))
-    table = read_asking(tmp_path)
-    assert table.index.tolist() == [('m00', '1'), ('m25', '1'), ('m25', '2')]
-    assert table.delta.tolist()[1:] == [.1, .3] and table.bias.tolist()[1:] == [-.02, -.02]
-    assert table.loc[('m00', '1')].isna().sum() == 6 and set(table.form) == {.51} and set(table.unknown) == {-.4}
-    assert table.tells.tolist() == pytest.approx([.05] * 3)

@@ -12,7 +12,7 @@ from credit_rl.estimate import Sizes, TrainingPlan, measure_tflops, memory
 from credit_rl.layout import pack, token_logps
 from credit_rl.learner import FrozenModels, Learner, Optimiser, make_critic
 from credit_rl.methods import METHODS
-from credit_rl.parts import Credit
+from credit_rl.parts import Credit, Needs
 from credit_rl.scoring import AnswerTemplate, acting_states, answer_logps
 from credit_rl.setup import add_lora
 from credit_rl.trajectory import Group, Question, Stop, Trajectory, Turn
@@ -151,7 +151,7 @@ def learning(model, device, layout, row_tokens, lora):
                       Optimiser(1e-6, 1e-5, minibatches=1, row_tokens=row_tokens), make_critic(model, **method.critic),
                       FrozenModels(reference))
     better = (layout.row_trajectory % 2 * 2. - 1)[:, None] * layout.trained
-    sees = ('logp', 'entropy', 'values', 'ref_logp')
+    sees = Needs(logp=True, entropy=True, values=True, ref_logp=True)
     for again in range(2):                                             # AdamW's averages are made in the first
         with Clock(device) as reading: seen = learner.evaluate(layout, sees)
         with Clock(device) as clock: log = learner.step(layout, seen, Credit(better, better))

@@ -12,7 +12,7 @@ from credit_rl.engine import HFEngine
 from credit_rl.estimate import Sizes, TrainingPlan, memory
 from credit_rl.layout import HeadPieces, head_logps, pack
 from credit_rl.learner import Learner, Optimiser
-from credit_rl.parts import Credit, Loss
+from credit_rl.parts import Credit, Golds, Loss, Needs
 from credit_rl.scoring import AnswerTemplate
 from credit_rl.settings import make_config
 from credit_rl.setup import add_lora, plan_of
@@ -107,7 +107,7 @@ def test_the_bytes_of_a_head(dtype, pieces, entropy):
 def test_what_a_learner_takes(case, dtype):
     "While it learns from a quarter of the rows at a time, and reads them all."
     learner, layout, sizes, plan = learner_of(dtype, **CASES[case])
-    with Peak() as reading: learner.evaluate(layout, ('logp', 'entropy') if plan.entropy else ('logp',))
+    with Peak() as reading: learner.evaluate(layout, Needs(logp=True, entropy=plan.entropy))
     learning, updating = updates(learner, layout)
     said = memory(sizes, plan)
     assert said['forward'] == pytest.approx(reading.most, rel=.1)
@@ -122,7 +122,7 @@ def test_what_low_rank_additions_take(dtype, checkpointing):
     pytest.importorskip('peft')
     learner, layout, sizes, plan = learner_of(dtype, checkpointing=checkpointing, hidden=128, intermediate=688,
                                               lora={'r': 4, 'lora_alpha': 8})
-    with Peak() as reading: learner.evaluate(layout, ('logp',))
+    with Peak() as reading: learner.evaluate(layout)
     said, whole = memory(sizes, plan), memory(sizes, dataclasses.replace(plan, share=1.))
     assert said['forward'] == pytest.approx(reading.most, rel=.03) and whole['forward'] < .85 * reading.most
     learning = said['gradients'] + said['activations'] + said['layer']
@@ -136,8 +136,8 @@ def test_gold_answers_count(golds, dtype):
     the model's, which this count does not see."""
     learner, layout, sizes, plan = learner_of(dtype, golds)
     templates = {'gold': [[AnswerTemplate((1, 2, 3, 4, 5 + k), 2, 5) for k in range(golds)]] * ROWS}
-    learner.evaluate(layout, ('logp', 'gold'), templates)
-    with Peak() as peak: learner.evaluate(layout, ('logp', 'gold'), templates)
+    learner.evaluate(layout, Needs(logp=True, gold=Golds()), templates)
+    with Peak() as peak: learner.evaluate(layout, Needs(logp=True, gold=Golds()), templates)
     said, without = (memory(sizes, way)['forward'] for way in (plan, dataclasses.replace(plan, branches=0)))
     assert .8 * said < peak.most < 1.05 * said and said > 1.1 * without
 
@@ -202,8 +202,3 @@ def test_speed_is_measured_in_the_runs_own_numbers(dtype, wanted, monkeypatch):
         tflops, line = dry_run.rank_tflops(host, dtype)
         assert tflops == wanted and f'measured on this host in {dtype}: {wanted:.3g} TFLOP/s' in line
     assert seen == ['highest', 'high'] and torch.get_float32_matmul_precision() == 'highest'
-
-
-@pytest.mark.parametrize('x, said', [(999_400, '999 k'), (999_700, '1 M'), (7_615_616_512, '7.62 G'), (12, '12 '),
-                                     (999_996_000_000, '1 T')])
-def test_numbers_have_the_prefix_of_what_is_shown(x, said): assert estimate._short(x) == said

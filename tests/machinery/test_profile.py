@@ -1,7 +1,6 @@
 """78_profile: what a run's folder says of its seconds and tokens."""
 import pytest
 
-from credit_rl.command import main
 from credit_rl.layout import pack
 from credit_rl.profile import KINDS, kept_tokens, layout_tokens, line_seconds
 from credit_rl.runlog import RunLog
@@ -38,17 +37,3 @@ def test_each_steps_rollouts_are_a_batch_of_their_own(tmp_path):
     once = layout_tokens(pack([Group(QUESTION, [segments()])], tree=True))
     assert kept_tokens(log.folder) == ({name: 2 * once[name] for name in KINDS}, 2)
     with pytest.raises(ValueError, match='metrics'): line_seconds(log.folder)
-
-
-def test_the_verb_says_what_dominates(tmp_path, capsys):
-    log = RunLog(tmp_path / 'run')
-    log.metrics(0, seconds_dev=5.)
-    for step in (1, 2): log.metrics(step, seconds_step=10., seconds_rollout=2., seconds_update=7., seconds_load=0.)
-    log.turns(1, [{'kind': 'train', 'trajectory': to_json(segments())}])
-    assert line_seconds(log.folder) == {'rollout': 2., 'update': 7., 'rest': 1., 'dev': 2.5}
-    main(['profile', str(log.folder), '--out', str(tmp_path / 'it.svg')])
-    said = capsys.readouterr().out
-    assert said.startswith('12.5 s a step:') and '56% of the time goes into update' in said
-    assert 'tree=true reads 41% of it' in said and (tmp_path / 'it.svg').stat().st_size     # 11 of 27
-    with pytest.raises(SystemExit) as end: main(['profile', str(tmp_path / 'nowhere')])
-    assert end.value.code == 1 and 'nowhere' in capsys.readouterr().err

@@ -15,7 +15,7 @@ from deepspeed_steps import SPREAD_ALL, DeepSpeedSGD, PlainSGD, adapted, model
 
 from credit_rl.layout import pack
 from credit_rl.learner import BadStep, Learner, Optimiser, make_critic, saved_critic
-from credit_rl.parts import Credit, Loss
+from credit_rl.parts import Credit, Golds, Loss, Needs
 from credit_rl.scoring import AnswerTemplate
 from credit_rl.sharded import DeepSpeedBackend
 from credit_rl.trajectory import Group, Question, Stop, Trajectory, Turn, example_group
@@ -56,10 +56,10 @@ def of_critic(kind='shared', mix=1., apart=True, backend=None, rate=1e-3, clip=.
 
 
 def steps(learner, count, returns=RETURNS):
-    return [learner.step(LAYOUT, learner.evaluate(LAYOUT, ('logp',)), Credit(SIGNS, returns)) for _ in range(count)]
+    return [learner.step(LAYOUT, learner.evaluate(LAYOUT), Credit(SIGNS, returns)) for _ in range(count)]
 
 
-def values(learner): return learner.evaluate(LAYOUT, ('values',)).values
+def values(learner): return learner.evaluate(LAYOUT, Needs(values=True)).values
 
 
 # ---- what is stepped on ----
@@ -166,7 +166,8 @@ def test_512_rows_of_gold_answers_are_scored_alike(stage):
     golds = [[gold() for _ in range(40 if i == 7 else rng.randint(1, 4))] for i in range(512)]
     plain, spread = (Learner(model(0, 100), optimiser=Optimiser(row_tokens=64), backend=backend)
                      for backend in (None, DeepSpeedBackend(stage, settings=SPREAD_ALL)))
-    wanted, found = (learner.evaluate(layout, ('logp', 'gold'), {'gold': golds}) for learner in (plain, spread))
+    needs = Needs(logp=True, gold=Golds())
+    wanted, found = (learner.evaluate(layout, needs, {'gold': golds}) for learner in (plain, spread))
     assert layout.ids.shape[0] == 512 and wanted.gold_logp.shape[2] == 40
     assert torch.equal(found.gold_tokens, wanted.gold_tokens) and wanted.gold_logp.isfinite().sum() > 2000
     assert_close(found.gold_logp, wanted.gold_logp, atol=1e-5, rtol=1e-5, equal_nan=True)

@@ -12,6 +12,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import replace
 
@@ -34,7 +35,7 @@ from credit_rl.runlog import latest_checkpoint, read_metrics, read_turns, same_m
 from credit_rl.tiny import tiny_environment
 from credit_rl.train import train
 from credit_rl.trajectory import Stop
-from credit_rl.vllm_engine import VLLMEngine, VLLMSettings, logp_gap, sync_gap
+from credit_rl.vllm_engine import ServedEngine, ServeSettings, Serving, VLLMEngine, VLLMSettings, logp_gap, sync_gap
 from credit_rl.world import make_world
 
 if importlib.util.find_spec('vllm') is None:
@@ -160,7 +161,7 @@ def test_training_steps_and_syncs(base, engine, env, world):
     for step in range(3):
         groups = rollout(engine, env, world.questions[:6], 4, SamplingParams(max_tokens=24), seed=step)
         layout = pack(groups)
-        seen = learner.evaluate(layout, ('logp',))
+        seen = learner.evaluate(layout)
         gap = logp_gap(seen.logp, layout.logps, layout.trained)
         assert gap['logp_gap_max'] < 1e-3, (step, gap)
         rewards = outcome_rewards(groups)
@@ -188,7 +189,7 @@ def test_greedy_games_are_the_other_engines(base, engine, env, world):
 def test_games_with_tools_are_read_back_as_sampled(base, engine, env, world):
     groups = rollout(engine, env, world.questions, 4, SamplingParams(max_tokens=24), seed=5)
     layout = pack(groups)
-    seen = Learner(base[0], Loss(), Optimiser()).evaluate(layout, ('logp',))
+    seen = Learner(base[0], Loss(), Optimiser()).evaluate(layout)
     assert logp_gap(seen.logp, layout.logps, layout.trained)['logp_gap_max'] < 1e-3
     stops = {t.stop for t in flat(groups)}
     assert Stop.ANSWER in stops and sum(len(x.observation_ids) > 0 for t in flat(groups) for x in t.turns) > 20
@@ -542,28 +543,31 @@ def test_two_ranks_with_a_vllm_each_do_what_the_notebook_does(root, tmp_path):
     assert same_metrics(tmp_path / 'one', tmp_path / 'two', 1e-3) == []
 
 
-def test_two_ranks_and_two_servers_of_which_one_is_killed(root, tmp_path):
-    """DeepSpeed on two ranks, vLLM's own servers: the learner reads after each transfer what they sample. One that is
-    killed in the middle of a step leaves the games as they are, and the servers end with the run."""
-    served = dict(engine='served', vllm={}, serve={'replicas': 2, 'arguments': SETTINGS}, learner='deepspeed', ranks=2,
-                  stage=3, log_rollouts=4)
-    for name in ('whole', 'killed'):
-        run, said = start(root, tmp_path / name, **served), ''
-        if name == 'killed':
-            said = ''.join(read_until(run, 'step 1/4'))
-            family = psutil.Process(run.pid).children(recursive=True)
-            serves = [p for p in family if p.cmdline()[1:3] == ['-m', 'vllm.entrypoints.openai.api_server']]
-            assert len(serves) == 2
-            serves[0].suspend()                # its turns of the next step stay open
-            time.sleep(5)
-            serves[0].kill()
-        said += run.communicate()[0]
-        assert run.returncode == 0, said[-4000:]
-        agrees(tmp_path / name, 4)
-    assert 'is lost' in (tmp_path / 'killed' / 'ranks.log').read_text() and not psutil.wait_procs(family, 60)[1]
-    said = [[turn['action_ids'] for row in read_turns(tmp_path / name) for turn in row['trajectory']['turns']]
-            for name in ('whole', 'killed')]
-    assert said[0] == said[1] and len(said[0]) > 64
+def test_two_ranks_learn_from_two_servers_of_which_one_is_killed(root, tmp_path, base, env, world):
+    """vLLM's own servers: what they play ahead, DeepSpeed on two ranks reads after each transfer as they sampled it. One
+    that is killed in the middle of a step leaves the games as they are, and the servers end when they are told."""
+    model, tokenizer, folder = base
+    settings = ServeSettings(replicas=2, dtype='float32', arguments=SETTINGS)
+    serving = Serving(settings.commands(folder, 192, 64), tmp_path / 'servers', 900)
+    family = psutil.Process().children(recursive=True)
+    try:
+        for k in (0, 2):
+            run = start(root, tmp_path / f'run-{k}', engine='served', vllm={}, servers=serving.urls, learner='deepspeed',
+                        ranks=2, stage=3, ahead=k, gap=10.)
+            said = run.communicate()[0]
+            assert run.returncode == 0, said[-4000:]
+        agrees(tmp_path / 'run-0', 4)
+        assert read_metrics(tmp_path / 'run-2').stale.dropna().tolist() == [0, 2, 4, 2]
+        engine = ServedEngine(folder, tokenizer, serving.urls, max_length=192, settings=settings)
+        engine.load(weights(model))                                       # the runs left theirs
+        assert sync_gap(engine, model, ODD, tolerance=1e-3)['logp_gap'] < 1e-4
+        play = lambda: [played(t) for t in flat(rollout(engine, env, world.questions, 4, SamplingParams(max_tokens=24), 5))]
+        whole, (server, _) = play(), [p for p in family if p.cmdline()[1:3] == ['-m', 'vllm.entrypoints.openai.api_server']]
+        server.suspend()                                                  # so that its turns are open when it is killed
+        threading.Timer(3, server.kill).start()
+        with pytest.warns(UserWarning, match='lost'): assert play() == whole
+    finally: serving.close()
+    assert not psutil.wait_procs(family, 60)[1]
 
 
 def test_a_papers_file_acts_by_vllm(root, tmp_path):

@@ -10,7 +10,8 @@ from credit_rl.evaluate import Evaluation
 from credit_rl.studies.papers import paper_numbers
 from credit_rl.prepare import make_warming
 from credit_rl.settings import make_config
-from credit_rl.train import MAY_CHANGE, train
+from credit_rl.runlog import MAY_CHANGE
+from credit_rl.train import train
 from kept import kept
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -2,13 +2,12 @@
  "paper's host.")
 import dataclasses
 import importlib.util
-import math
 import re
 import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 
 import numpy
 import pytest
@@ -17,16 +16,13 @@ import yaml
 from transformers import LlamaConfig, Qwen2Config, Qwen3Config
 
 from credit_rl import sft
-from credit_rl.studies.when_to_ask import asking_settings
 from credit_rl.compare import plan_jobs
 from credit_rl.datasets import MIXTURES, load_questions
-from credit_rl.dry_run import missing_room
 from credit_rl.estimate import memory, read_sizes
 from credit_rl.evaluate import _vllm as vllm_arguments
 from credit_rl.evaluate import Evaluation, check_evaluation, read_manifest, read_scores, run_evaluation, set_names
 from credit_rl.studies.longform import JudgeChoice
 from credit_rl.options import dotted, flat, options_in
-from credit_rl.studies.papers import PAPERS, entries, read_paper
 from credit_rl.layout import pack
 from credit_rl.learner import Learner, Optimiser, make_critic, saved_policy
 from credit_rl.parts import Credit, Measured
@@ -220,61 +216,6 @@ def test_each_run_of_a_sweep_passes_the_checks(name, root, monkeypatch):
     assert commands and set(params.get('methods', {})) <= named
 
 
-def test_rules_that_are_asked_when_to_ask_differ_in_their_credit_alone(root, monkeypatch):
-    """Of all doses and rules: four passes, the same rates, terms and moments, 40 steps with a rate that rises; PPO
-    whitens, and its critic was warmed up where it is read. Doses differ in how often a search misses, and in nothing
-    else. Each critic comes from the warm-up of its own dose."""
-    monkeypatch.chdir(root)
-    params = yaml.safe_load((root / 'runs' / 'params' / 'asking.yaml').read_text())
-    doses, rules = {'m00': 0., 'm10': .1, 'm25': .25, 'm50': .5}, ('carl', 'carl-table', 'carl-lam1', 'grpo',
-                                                                  'ppo-lam1', 'ppo-lam095')
-    assert list(params['worlds']) == list(doses)
-    for job in plan_jobs(rules, [711], params, 'runs/nothing'):
-        world, method = job.folder.parent.name, job.settings.get('method', job.method)
-        config = make_config({**job.settings, 'method': method, 'seed': 711})
-        learns = (config.epochs, config.kl, config.loss, config.adamw.betas, config.steps, config.adamw.warmup > 0,
-                  config.learning_rate, config.group_size)
-        assert learns == (4, .001, {'entropy': .001}, [.9, .999], 40, True, params['learning_rate'], 5)
-        shared = {k: v for k, v in config.world.items() if k not in ('nothing', 'sibling')}
-        assert shared == {'hops': [1, 2], 'twins': True, 'lost': .1}
-        assert config.model == 'runs/asking_warm/bases/m25/711'
-        assert math.isclose(config.world.get('nothing', 0) + config.world.get('sibling', 0), doses[world])
-        warm = {'carl': 'curated', 'ppo': 'own'}.get(method)
-        assert config.critic.warmed == (warm and f'runs/asking_warm/{world}/{warm}-711')
-        if warm:
-            assert (config.critic.kind, config.critic.rate, config.critic.backbone_rate) == ('own', .0005, .00005)
-            (job,) = plan_jobs([warm], [711], params, 'runs/asking_warm', [world])
-            warming = make_warming({**job.settings, 'seed': 711})
-            assert (warming.method, warming.world, str(job.folder)) == (method, config.world, config.critic.warmed)
-        if method == 'ppo': assert get_method('ppo').bind(config.options).options['whiten']
-    asked = asking_settings(params, [711, 712], None)
-    assert [Path(a['run']).parts[-2:] for a in asked] == [(w, s) for w in doses for s in ('711', '712')]
-    assert all(make_config(a).world['twins'] for a in asked)
-
-
-@pytest.mark.parametrize('method', ('tspo', 'igpo'))
-def test_rows_by_vllm_are_the_sweeps_but_for_their_engine(method, root, monkeypatch):
-    monkeypatch.chdir(root)
-    both, sweep = (yaml.safe_load((root / 'runs' / 'params' / f'{name}.yaml').read_text())
-                   for name in ('engines', 'sweep'))
-    by_vllm = both.pop('methods')[f'{method}-vllm']
-    assert both.pop('healthy') != sweep.pop('healthy')
-    assert sweep.pop('methods').keys().isdisjoint({method}) and both == sweep
-    assert by_vllm.keys() == {'method', 'engine', 'vllm'} and (by_vllm['method'], by_vllm['engine'],
-                                                               by_vllm['vllm']['dtype']) == (method, 'vllm', 'float32')
-
-
-@pytest.mark.parametrize('method', ('tspo', 'igpo'))
-def test_rows_ahead_are_the_sweeps_but_for_their_engine(method, root):
-    both, sweep = (yaml.safe_load((root / 'runs' / 'params' / f'{name}.yaml').read_text())
-                   for name in ('ahead', 'sweep'))
-    row = both.pop('methods')[f'{method}-ahead']
-    assert sweep.pop('methods') and both.pop('healthy') != sweep.pop('healthy')
-    assert both.pop('threads') == 1        # beside other work one thread is faster (runs/LOG.md)
-    assert both == sweep and dotted(row) == {
-        'method': method, 'ahead': 1, 'correction.kind': 'truncated', 'stop.gap': 1.}
-
-
 def test_what_make_carl_runs_passes_the_checks(root, monkeypatch):
     monkeypatch.chdir(root)
     shared, makefile = yaml.safe_load(
@@ -326,34 +267,11 @@ def test_golds_are_scored_in_the_papers_words(name):
 
 
 @pytest.mark.parametrize('name', FILES)
-def test_the_head_has_the_command_that_starts_it(name):
-    heads = [line[4:] for line in FILES[name].read_text().splitlines() if line.startswith('#   papermill')]
-    train = f'papermill nbs/90_train.ipynb runs/{name}/notebook.ipynb -f runs/params/{name}.yaml'
-    warm = (f'papermill nbs/92_warmup.ipynb runs/{name}_warmup/notebook.ipynb -f runs/params/{name}.yaml '
-            f'-f runs/params/{name}_warmup.yaml')
-    assert heads == ([warm, f'{train} -p critic_from runs/{name}_warmup'] if name in WARM else [train])
-
-
-@pytest.mark.parametrize('name', FILES)
 def test_vllm_acts_asleep_while_the_rank_learns(name):
     config = make_config(settings(name))
     assert config.engine == 'vllm' and plan_of(config).copies and plan_of(config).sleeps
     if not torch.cuda.is_available():
         with pytest.raises(ValueError, match='memory'): check(config)
-
-
-def test_a_dry_run_weighs_vllm_against_the_learner(tmp_path, monkeypatch):
-    "Two GPUs of 10 MB, which are not here, for a model whose weights, gradients and optimiser take three of them."
-    monkeypatch.setattr(torch.cuda, 'device_count', lambda: 2)
-    monkeypatch.setattr(torch.cuda, 'get_device_properties', lambda i: SimpleNamespace(total_memory=1e7))
-    config = make_config(
-        dict(run=str(tmp_path / 'run'), engine='vllm', vllm={'arguments': {'gpu_memory_utilization': .8}}))
-    needs = dict.fromkeys(('weights', 'gradients', 'optimiser'), 1e6) | {'rank': 5e6, 'checkpoint': 1}
-    lacking = lambda config: missing_room(tmp_path, config.checkpoints.keep, config, needs)
-    assert [w.partition(':')[0] for w in lacking(config)] == [
-        "GPU 0 has 0.0 GB, of which vLLM takes 0.0 GB, but 0.0 GB are the learner's"]
-    assert lacking(replace(config, vllm={'arguments': {'gpu_memory_utilization': .6}})) == []
-    assert lacking(replace(config, engine='hf', vllm={})) == []
 
 
 # of the paper in the file's first line; paper 4's sections have no numbers
@@ -403,16 +321,6 @@ def test_models_that_are_only_read_are_counted(changes, frozen, aside):
 def test_every_value_is_cited_or_ours_for_a_reason(name):
     "Those of a warm-up too, whose paper and host are named in the training's file."
     assert unsaid(FILES[name].read_text() + (WARM[name].read_text() if name in WARM else '')) == []
-
-
-@pytest.mark.parametrize('name', [*FILES, *EVALUATIONS, *SEARCHES, 'eval_prs_long'])
-def test_it_is_said_which_prompts_are_our_words(name):
-    "And where others go; of a warm-up too, whose prompts are all of CARL's."
-    (line,) = re.findall('^protocol: .*', (ROOT / 'runs' / 'params' / f'{name}.yaml').read_text(), re.M)
-    system = PROTOCOLS[line.split()[1]].user == '{question}'
-    assert f'the {"system" if system else "user"} message is in our words' in line
-    assert f'{"system" if system else "user"}_prompt takes a file of others' in line
-    if name in WARM: assert re.search('^prompts: .*in our words.*other_prompts', WARM[name].read_text(), re.M)
 
 
 def test_a_value_that_says_nothing_is_noticed():
@@ -533,17 +441,6 @@ def test_a_dry_run_names_all_that_is_missing_and_leaves_nothing(tmp_path):
     assert any('1 test questions' in line
                for line in lines) and any('memory of a rank' in line
                                           for line in lines) and not (tmp_path / 'run').exists()
-
-
-def test_a_dry_run_of_what_is_there_says_so(tmp_path):
-    lines = []
-    assert train(dict(model=str(ROOT / 'data' / 'tiny_base'), run=str(tmp_path / 'run'), dry_run=True),
-                 say=lines.append) == tmp_path / 'run'
-    assert 'leave out dry_run' in lines[-1] and not (tmp_path / 'run').exists()
-    (tmp_path / 'run').mkdir()
-    (tmp_path / 'run' / 'params.yaml').write_text('run: x')
-    with pytest.raises(ValueError, match='already holds a run'):
-        train(dict(model=str(ROOT / 'data' / 'tiny_base'), run=str(tmp_path / 'run'), dry_run=True), say=lines.append)
 
 
 # ---- none that has never been started ----
@@ -697,15 +594,6 @@ def test_an_evaluation_plays_by_the_engine_of_the_training(name):
     assert rank['dtype'] == 'bfloat16' and rank['own_process']
 
 
-def test_the_evaluations_of_the_papers_say_where_they_run():
-    "Every file that evaluates; the command of another program says it itself."
-    for test in (t for p in PAPERS for t in read_paper(p)['tests'].values()):
-        if file := test.get('evaluate') or test.get('longform'):
-            assert yaml.safe_load((ROOT / 'runs' / 'params' / f'{file}.yaml').read_text())['engine'] == 'vllm'
-    (command,) = [e.command for p in PAPERS for e in entries(p) if e.command]
-    assert '--model vllm' in command and 'dtype=bfloat16' in command
-
-
 @pytest.mark.parametrize('name', EVALUATIONS)
 def test_every_value_of_an_evaluation_is_cited_or_ours_for_a_reason(name):
     assert unsaid(EVALUATIONS[name].read_text(), host=False) == []
@@ -734,13 +622,6 @@ def test_an_evaluation_with_other_passages_is_the_papers_but_for_them(name, pass
     run_evaluation({**told, **BRIEF, 'model': small[0]['model'], 'path': str(data), 'run': str(tmp_path / 'run')},
                    say=quiet, progress=False)
     assert read_manifest(tmp_path / 'run' / 'musique')['retriever']['top_k'] == passages
-
-
-def test_the_defaults_are_none_of_theirs():
-    "So that each file says something: of sets, turns, tokens, protocol and metric some differ."
-    for name in EVALUATIONS:
-        s, plain = flat(from_settings(Evaluation, evaluation(name))), flat(Evaluation())
-        assert len([k for k in evaluation(name) if s[k] != plain[k]]) >= 5
 
 
 @pytest.mark.parametrize('name', [n if n == 'eval_carl' else pytest.param(n, marks=pytest.mark.nightly)

@@ -27,8 +27,8 @@ from credit_rl.tiny import tiny_model, tiny_tokenizer
 from credit_rl.tools import PythonTool, SearchTool
 from credit_rl import prepare as preparing, setup as staging, step_metrics, train as training, warmup
 from credit_rl.studies import competence
-from credit_rl.studies.when_to_ask import AskingChoice, form_auc, run_asking
-from credit_rl.studies.competence import examine_run, examined
+from credit_rl.studies.when_to_ask import AskingChoice, run_asking
+from credit_rl.studies.competence import examine_run, examine_runs
 from credit_rl.critics import at_states, expected_calibration_error, segment_starts
 from credit_rl.engine import ScriptedEngine
 from credit_rl.layout import pack, token_logps
@@ -39,7 +39,7 @@ from credit_rl.metrics import benchmark_metric
 from credit_rl.models import load_model, load_tokenizer
 from credit_rl.outcome import outcome_rewards
 from credit_rl.rollout import rollout
-from credit_rl.prepare import calibration_pairs, gate_table, make_warming, prepare, warmup_table
+from credit_rl.prepare import calibration_pairs, gate_table, prepare
 from credit_rl.tiny import NOISY_CODER, PERFECT_CODER, act_coder, memory_of, tiny_environment
 from credit_rl.world import world_of
 from credit_rl.settings import check, make_config
@@ -377,18 +377,6 @@ def test_log_probs_of_segments_are_those_of_their_own_context(model, scripted, t
     assert row == len(layout.ids)
 
 
-def test_log_probs_of_a_run_are_those_that_were_sampled(tmp_path, model):
-    """The model itself plays (it has not learned to call, so each rollout is one segment): log-probabilities that are
-    scored again are those that were sampled."""
-    settings = make_config({**TINY, 'model': model, 'log_rollouts': 4, 'turn_tokens': 12, 'run': str(tmp_path / 'run')})
-    run = quiet(settings)
-    assert read_metrics(run).logp_gap.dropna().max() < 1e-4
-    first = [trajectory_from_json(r['trajectory']) for r in read_turns(run) if (r['kind'], r['step']) == ('train', 1)]
-    layout = pack([Group(t.question, [t]) for t in first])
-    seen = Learner(load_model(model)[0]).evaluate(layout)
-    torch.testing.assert_close(seen.logp, layout.logps, atol=1e-4, rtol=0)
-
-
 def test_explained_variance_is_of_the_outcome_at_the_states_before_segments():
     """By hand: values .5, .9 and .5 at three states whose rollouts came to 1, 1 and 0. Var(R) = 2/9; R - V is .5, .1,
     -.5, of variance .51/3 - 1/900 = .152/.9; so 1 - .76 = .24."""
@@ -452,15 +440,6 @@ def test_bad_settings_are_refused_before_anything_is_computed(model, tmp_path, n
     with pytest.raises(ValueError, match=message):
         check(make_config({**TINY, 'model': model, 'run': str(tmp_path / 'run'), **settings}))
     assert not (tmp_path / 'run').exists()
-
-
-def test_fifteen_segments_unless_told_otherwise():
-    caps = [
-        make_config({'protocol': p, **more}).max_turns
-        for p, more in ((None, {}), ('tiny', {}), ('carl-tiny', {}), ('carl', {}), ('carl', {'max_turns': 5}),
-                        ('tips', {}), ('direct', {}))
-    ]
-    assert caps == [4, 4, 15, 15, 5, 4, 4]
 
 
 # ---- a critic that was warmed up ----
@@ -616,19 +595,6 @@ def test_a_warm_up_whose_gradient_is_not_finite_ends_and_keeps_what_made_it(mode
     assert all(w.isfinite().all() for w in load_model(run / 'critic')[0].parameters())
 
 
-def test_how_far_the_policy_moved_is_missing_where_an_older_warm_up_kept_something_else(tmp_path):
-    """An older summary's `kl`, of the other direction, explodes on the base's own rollouts: it is no measure, and not
-    shown as one."""
-    numbers = dict(collected='curated', method='carl', report={n: .9 for n in GATE}, ece=.1, brier=.1,
-                   value_tier={'1': .2, '2': .8}, step=50, passed=True)
-    for name, more in (('old-1', {'kl': 8244.}), ('new-1', {'drift': .25, 'method': 'ppo'})):
-        RunLog(tmp_path / name).summary({**numbers, **more})
-    told = warmup_table([tmp_path / 'old-1', tmp_path / 'new-1'])['KL(base ‖ warmed), k1']
-    assert math.isnan(told['curated']) and told["curated, ppo's critic"] == .25 and not (warmup_table(
-        [tmp_path / 'old-1']).select_dtypes('number') > 100).any().any()
-    assert calibration_pairs(tmp_path) == {}                    # nor did it keep what its critic said
-
-
 class Killed(BaseException):
     "A kill, in process."
 
@@ -772,19 +738,6 @@ def test_three_questions_in_ten_are_looked_up_in_another_corpus(spoken, rows, tm
     with pytest.raises(ValueError, match='prompt'): prepare({**given, 'run': str(tmp_path / 'other')}, say=lambda line: None)
 
 
-@pytest.mark.parametrize('more, share', [({}, .5), ({'other_misses': .2}, .2)])
-def test_without_another_corpus_the_same_search_has_holes(model, more, share):
-    config = make_warming({**WARM, 'model': model, **more})
-    env = setup_of(config).environments['dev']
-    other = preparing._elsewhere(config, env)
-    there, elsewhere = env.tool.search.retriever, other.tool.search.retriever
-    names = [page.title for page in there.passages]
-    missed = [elsewhere.search([n], 1) != there.search([n], 1) for n in names]
-    assert len(names) > 200 and abs(sum(missed) / len(names) - share) < .1 and elsewhere.search(names, 1) == [
-        there.search([n], 2)[0][1:] if miss else there.search([n], 1)[0] for n, miss in zip(names, missed)
-    ]
-
-
 MINILM = 'sentence-transformers/all-MiniLM-L6-v2'
 
 
@@ -804,19 +757,6 @@ def test_what_a_critic_says_is_held_against_what_asking_is_worth(model, scripted
     assert set(bias.index.get_level_values('kind')) == {'start', 'assimilate', 'invoke', 'commit'}
     played = bias.states[:, 'start']
     assert played.sum() == 24 * 6 and max(form.values()) > .7    # famous facts have a form of their own
-
-
-def test_the_form_of_twins_does_not_tell_which_is_known():
-    for seed in range(5):
-        w = world_of({'hops': (1, 2), 'twins': True}, 'test', seed, 200)
-        told = form_auc(w.questions, [q.meta['parametric'] for q in w.questions])
-        assert told == {'logistic': .5, 'trees': .5}    # each form is there with both answers
-    famous = {'famous': 100, 'famous_relations': ('birthplace', 'mayor')}
-    w = world_of({'hops': (1, 2, 2, 2, 2, 2), **famous}, 'test', 1, 100)
-    told = form_auc(w.questions, [q.meta['parametric'] for q in w.questions])
-    assert min(told.values()) > .9
-    assert all(math.isnan(v) for v in form_auc(w.questions, [True] * len(w.questions)).values())
-    with pytest.raises(ValueError, match='questions'): form_auc(w.questions[:1], [True])
 
 
 def test_a_failed_look_up_falls_back_on_memory_as_often_as_it_should():
@@ -920,7 +860,7 @@ def test_finished_runs_are_examined_once_and_reported(model, scripted, tmp_path,
         assert (found['critic'] is None) == (name == 'grpo-0')
     assert examine_run(run, lambda line: None, 'newest')['step'] == latest_checkpoint(run)[0]
     examine_run(run, lambda line: None)  # the best again
-    says = {name: critic for name, _, found in examined(tmp_path / 'runs') if (critic := found['critic'])}
+    says = {name: critic for name, _, found in examine_runs(tmp_path / 'runs') if (critic := found['critic'])}
     assert len(says['carl']['chances']) == 31 and len(set(
         says['carl']['chances'])) > 5 and 0 < says['carl']['brier'] < 1 and set(
             says['ppo']['signs']) == {'kept', 'lost'}
@@ -959,7 +899,7 @@ def test_finished_runs_are_examined_once_and_reported(model, scripted, tmp_path,
         f'{m}-{seed}': {k: v
                         for k, v in found.items()
                         if k != 'first credit'}
-        for m, seed, found in examined(tmp_path / 'runs')
+        for m, seed, found in examine_runs(tmp_path / 'runs')
     }
     assert len(asked) == 1 and len(whole) == 3 and found == older
     monkeypatch.setattr(competence, 'open_agent', lambda *a: pytest.fail('examined twice'))
@@ -1025,67 +965,6 @@ def test_a_critic_in_the_pieces_of_deepspeed_is_examined(model, scripted, tmp_pa
         assert all(torch.equal(a, b) for a, b in zip(pieces.critic[0].parameters(), load_model(model)[0].parameters()))
 
 
-def kept_runs(folder, rows, of=lambda method, seed: {'name': f'bases/{seed}'}):
-    "Run folders with an examination each, (method, seed) -> EM of the run and of its base on what is not known."
-    play = lambda em: {
-        t: {
-            'EM': em if t == '1' else 1., 'tool rate': 1., 'calls': 1., 'tokens': 9., 'wrong, answered': 1 - em,
-            'wrong, no call': 0., 'n': 10
-        } for t in '12'
-    }
-    for (method, seed), (em, before) in rows.items():
-        log = RunLog(folder / f'{method}-{seed}')
-        log.write_params({'method': method, 'seed': seed, 'options': {}})
-        base = {
-            **of(method, seed), 'greedy': play(before), 'no tools': play(0.), 'notes':
-            {'precision': before / 2, 'tokens': 8}
-        } if before is not None else None
-        log.summary({
-            'competence': {
-                'greedy': play(em), 'hops': None, 'notes': {'precision': em / 2, 'tokens': 4},
-                **({'base': base} if base else {})
-            }
-        })
-    return folder
-
-
-def test_the_base_stands_beside_what_was_made_of_it(tmp_path):
-    """Once for a seed, however many methods began from it; each method's own where they began from several; none where
-    it was not asked."""
-    shared = competence.asking_table(
-        kept_runs(tmp_path / 'shared', {('carl', 1): (.6, .2), ('carl', 2): (.8, .4), ('grpo', 1): (.5, .2)}))
-    assert shared.index.tolist() == ['base, no tools', 'base', 'carl', 'grpo'] and shared.seeds.tolist() == [2, 2, 2, 1]
-    numpy.testing.assert_allclose(shared['EM, not known'], [0, .3, .7, .5])
-    numpy.testing.assert_allclose(shared['wrong, answered, not known'], [1, .7, .3, .5])
-    notes = competence.play_table(tmp_path / 'shared')
-    numpy.testing.assert_allclose(
-        notes[['note precision, base', 'note precision', 'note tokens, base', 'note tokens']],
-        [[.15, .35, 8, 4], [.1, .25, 8, 4]])
-    own = competence.asking_table(
-        kept_runs(tmp_path / 'own', {('carl', 1): (.6, .2), ('grpo', 1): (.5, .4)},
-                  lambda method, seed: {'name': method}))
-    numpy.testing.assert_allclose(own.loc[['base of carl', 'base of grpo'], 'EM, not known'], [.2, .4])
-    assert competence.asking_table(kept_runs(tmp_path / 'older', {('carl', 1): (.6, None)})).index.tolist() == ['carl']
-
-
-def test_the_step_at_which_a_critic_explains_enough_is_of_the_outcome_or_missing(tmp_path):
-    says = {'carl-1': [.1, .7, .5, .8], 'carl-2': [.1, .2], 'carl-3': None, 'grpo-1': ()}
-    for name, values in says.items():
-        log = RunLog(tmp_path / name)
-        log.write_params({'method': name[:-2], 'seed': int(name[-1])})
-        for step, value in enumerate([math.nan] * 2 if values is None else values or [math.nan], 1):
-            log.metrics(step, reward=.5, **({} if values == () else {'explained_variance': .9}),
-                        **({'explained_outcome': value} if values else {}))
-    RunLog(tmp_path / 'curated-1').write_params({'collected': 'curated'})
-    table = competence.crossover_table(tmp_path)
-    assert table.index.tolist() == ['carl-1', 'carl-2', 'carl-3'] and table.loc['carl-1'].tolist() == [.1, .8, .8, 2]
-    assert table.loc['carl-2'].tolist()[:3] == [.1, .2, .2] and table['reaches 0.6 at step'].isna().tolist() == [
-        False, True, True
-    ] and table.loc['carl-3', ['first', 'highest', 'last']].isna().all()
-    assert competence.crossover_table(tmp_path, .75)['reaches 0.75 at step'].tolist()[0] == 4 and len(
-        competence.crossover_table(tmp_path / 'grpo-1')) == 0
-
-
 def test_who_cannot_be_examined_is_told_why(model, tmp_path):
     run = quiet({
         **TINY, 'method': 'grpo', 'protocol': None, 'model': str(ROOT / 'data' / 'tiny_base'), 'world': {}, 'steps': 1,
@@ -1094,4 +973,4 @@ def test_who_cannot_be_examined_is_told_why(model, tmp_path):
     with pytest.raises(ValueError, match='leaves'): examine_run(run)
     (run / 'summary.json').unlink()
     with pytest.raises(FileNotFoundError, match='finished'): examine_run(run)
-    with pytest.raises(FileNotFoundError, match='finished'): examined(run)
+    with pytest.raises(FileNotFoundError, match='finished'): examine_runs(run)

@@ -13,7 +13,6 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -24,18 +23,14 @@ from credit_rl.datasets import load_corpus, load_questions
 from credit_rl.diagnostics import wilson
 from credit_rl.learner import Learner, Optimiser
 from credit_rl.models import find_model, load_model, local_folder
-from credit_rl.parameters import notebooks_in
 from credit_rl.parts import Loss
 from credit_rl.runlog import FolderInUse, Hold, RunFolders, RunLog, RunPaths
 from credit_rl.settings import make_config
 from credit_rl.setup import forecast
 from credit_rl.train import train
-from credit_rl.trajectory import Group
+from made_runs import BASE, SHORT
 
 ROOT = Path(__file__).resolve().parents[2]
-BASE = str(ROOT / 'data' / 'tiny_base')
-SHORT = dict(model=BASE, steps=1, eval_every=1, questions_per_step=4, group_size=4, questions=50, dev_questions=8,
-             test_questions=8, max_turns=3, turn_tokens=12, world={'size': 200})
 
 
 # ---- options and settings are checked before a start ----
@@ -132,7 +127,7 @@ def test_what_has_a_checkpoint_or_was_there_before_is_kept(tmp_path):
 
 def test_a_fine_tuning_without_right_rollouts_leaves_its_folder_free(tmp_path, monkeypatch):
     from credit_rl import sft
-    monkeypatch.setattr(sft, '_played', lambda *args: [])
+    monkeypatch.setattr(sft, '_play_batches', lambda *args: [])
     with pytest.raises(ValueError, match='imitate'):
         sft.rejection_sft({**SHORT, 'run': str(tmp_path / 'run')}, say=lambda line: None)
     RunLog(tmp_path / 'run')
@@ -205,32 +200,6 @@ def test_only_a_clone_of_ours_has_its_runs_written_by_us(settings, tmp_path, mon
     assert RunPaths.read(path) == '{"cells": []}' and RunPaths.listdir('runs/x') == [path]
 
 
-def test_the_notebook_of_a_run_taken_up_again_is_kept_until_there_is_more(tmp_path, monkeypatch):
-    "A resumed run that is refused, as with other parameters, left a notebook with the refusal alone."
-    monkeypatch.chdir(tmp_path)
-    run, write = Path('runs/mine'), RunFolders.write
-    path = run / 'notebook.ipynb'
-    write(as_papermill_writes(run='runs/mine'), path)
-    (run / 'params.yaml').write_text('seed: 1')
-    (run / 'metrics.jsonl').write_text('{"step": 1}')
-    write(done := as_papermill_writes(executed=True, run='runs/mine'), path)
-
-    def goes_on(*counts):
-        notebook = json.loads(as_papermill_writes(run='runs/mine', resume=True))
-        notebook['cells'] = [{**notebook['cells'][0], 'execution_count': n} for n in counts]
-        return json.dumps(notebook)
-    write(goes_on(None, None), path)
-    write(goes_on(1, None), path)             # refused, or killed before its first step
-    assert path.read_text() == done
-    write(goes_on(None, None), path)          # the run was finished, its figures are drawn again
-    write(drawn := goes_on(1, 2), path)
-    assert path.read_text() == drawn
-    write(goes_on(None, None), path)          # it has come further
-    (run / 'metrics.jsonl').write_text('{"step": 1}{"step": 2}')
-    write(further := goes_on(1, None), path)
-    assert path.read_text() == further
-
-
 def test_a_notebook_apart_from_its_run_is_refused(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ValueError, match='runs/other'):
@@ -263,44 +232,22 @@ def test_the_run_notebooks_say_where_their_run_lies(name, tmp_path, monkeypatch)
     with pytest.raises(ValueError, match='give -p run'): RunFolders.write(json.dumps(notebook), 'runs/x/notebook.ipynb')
 
 
-@pytest.mark.parametrize('ours', [True, False])
-def test_papermill_calls_no_setting_of_ours_unknown(ours, tmp_path, monkeypatch, caplog):
-    "Our notebooks check names by themselves; those of others have only papermill's word."
-    path = tmp_path / 'some.ipynb'
-    path.write_text('from credit_rl.train import train' if ours else 'import json')
-    monkeypatch.setattr(sys, 'argv', ['papermill', str(path), 'runs/x/notebook.ipynb', '-p', 'lr', '1e-5'])
-    RunFolders.pretty_path('runs/x/notebook.ipynb')
-    log = logging.getLogger('papermill')
-    for line in ('Passed unknown parameter: lr', 'Executing notebook'): log.warning(line)
-    assert [r.getMessage() for r in caplog.records] == (['Passed unknown parameter: lr'] * (not ours)
-                                                         + ['Executing notebook'])
-
-
 # ---- what is said of a run that is over, or goes on ----
 
-@pytest.fixture(scope='module')
-def short(tmp_path_factory):
-    "A finished run of one step, and its lines."
-    folder, lines = tmp_path_factory.mktemp('runs') / 'short', []
-    train({**SHORT, 'run': str(folder), 'threads': 1}, say=lines.append)
-    return folder, lines
+def test_a_run_that_is_shown_again_tells_its_log_again(finished):
+    first = ((folder := finished()).parent / 'lines').read_text().splitlines()
+    for steps, why in ((3, 'has its 3 steps'), (0, 'has 3 steps, more than steps=0')):
+        train({**SHORT, 'run': str(folder), 'resume': True, 'steps': steps}, say=(again := []).append)
+        assert why in again[-1] and again[-2] == first[-1] and any(x.startswith('base: EM') for x in again)
+        (line,), (then,) = ([x for x in lines if x.startswith('step 1/3')] for lines in (first, again))
+        assert line.startswith(then)
 
 
-def test_a_run_that_is_shown_again_tells_its_log_again(short):
-    folder, first = short
-    for steps, why in ((1, 'has its 1 steps'), (0, 'has 1 steps, more than steps=0')):
-        again = []
-        train({**SHORT, 'run': str(folder), 'threads': 1, 'resume': True, 'steps': steps}, say=again.append)
-        assert why in again[-1] and again[-2] == first[-1]
-        (line,), (then,) = ([x for x in lines if x.startswith('step 1/1')] for lines in (first, again))
-        assert line.startswith(then) and any(x.startswith('base: EM') for x in again)
-
-
-def test_a_run_that_goes_on_tells_its_log_first(short, tmp_path):
-    folder, lines = shutil.copytree(short[0], tmp_path / 'more', symlinks=True), []
-    train({**SHORT, 'run': str(folder), 'threads': 1, 'resume': True, 'steps': 2}, say=lines.append)
-    at = lines.index('resumed after step 1')
-    assert any(x.startswith('step 1/2') for x in lines[:at]) and any(x.startswith('step 2/2') for x in lines[at:])
+def test_a_run_that_goes_on_tells_its_log_first(finished, tmp_path):
+    folder, lines = shutil.copytree(finished(), tmp_path / 'more', symlinks=True), []
+    train({**SHORT, 'run': str(folder), 'resume': True, 'steps': 4}, say=lines.append)
+    at = lines.index('resumed after step 3')
+    assert any(x.startswith('step 1/4') for x in lines[:at]) and any(x.startswith('step 4/4') for x in lines[at:])
 
 
 # ---- a dry run sees what a start would fall over ----
@@ -407,51 +354,7 @@ def test_a_hint_names_what_was_meant(settings, hint, tmp_path):
     with pytest.raises(ValueError, match=hint): train({'run': str(tmp_path / 'run'), **settings})
 
 
-def test_rows_without_paragraphs_ask_for_a_corpus_by_its_name(tmp_path):
-    (tmp_path / 'rows.json').write_text(json.dumps([{'_id': 'a', 'question': 'Who?', 'answer': 'Ada'}]))
-    with pytest.raises(ValueError, match='bring'):
-        load_corpus('hotpotqa', tmp_path / 'rows.json')
-
-
-def test_too_few_positions_are_not_told_to_raise_max_tokens_alone(spoken):
-    from credit_rl.rollout import check_prompts
-    from credit_rl.environment import Conversation, make_environment
-    from credit_rl.models import load_tokenizer
-    from credit_rl.trajectory import example_group
-    env = make_environment(load_tokenizer(spoken), None, Conversation(max_tokens=20))
-    with pytest.raises(ValueError, match='max_tokens'):
-        check_prompts(env, [example_group().question])
-
-
-def test_room_is_told_in_a_unit_that_shows_it():
-    host = make_config({})
-    (line, *_) = dry_run.missing_room(Path('/proc'), 2, host, {'rank': 0, 'host': 0, 'checkpoint': 5e6})
-    assert line == '/proc has 0 MB free, but 3 checkpoints take 15 MB'
-
-
 # ---- how far it is ----
-
-def test_what_takes_long_says_how_far_it_is(tmp_path, monkeypatch):
-    "Base evaluation and rollouts, where each round takes longer than half a minute by the clock that is asked."
-    ticks, lines = itertools.count(step=30), []
-    hurried = lambda *args: launch.Progress(*args, clock=lambda: float(next(ticks)))
-    monkeypatch.setattr(training, 'Progress', hurried)
-    train({**SHORT, 'run': str(tmp_path / 'run'), 'threads': 1}, say=lines.append)
-    for wanted in ('test questions played: 8 of 8', 'dev questions played: 8 of 8',
-                   'step 1: rollouts played: 16 of 16'):
-        assert wanted in lines, lines
-
-
-def test_a_fine_tuning_tells_its_loss(monkeypatch):
-    from credit_rl import sft
-    ticks, lines = itertools.count(step=15), []
-    monkeypatch.setattr(sft, '_imitate', lambda *args: {'loss': 2.})
-    monkeypatch.setattr(sft.time, 'monotonic', lambda: float(next(ticks)))
-    question = SimpleNamespace(id='q')
-    model, groups = load_model(BASE)[0], [Group(question, [SimpleNamespace(question=question)] * 2)]
-    how = sft.Imitation(epochs=5, batch=1)
-    sft.fine_tune(sft.imitator(model, groups, how), groups, how, say=lines.append)
-    assert lines[0].startswith('update 1 of 10, loss 2.000') and 2 < len(lines) < 10, lines
 
 
 def test_the_estimate_measures_what_this_host_does(monkeypatch):
@@ -479,7 +382,8 @@ def test_a_measured_product_is_what_its_clock_says(monkeypatch):
 
 # ---- interrupted, small samples, indexes, names ----
 
-def test_an_interrupt_is_a_line_that_says_how_to_go_on(short, tmp_path, monkeypatch, capsys):
+def test_an_interrupt_is_a_line_that_says_how_to_go_on(finished, tmp_path, monkeypatch, capsys):
+    over = finished()
     def stop(*args, **more): raise KeyboardInterrupt
     begun = tmp_path / 'begun'                            # before its first checkpoint
     begun.mkdir()
@@ -487,7 +391,7 @@ def test_an_interrupt_is_a_line_that_says_how_to_go_on(short, tmp_path, monkeypa
     for module, name in ((training, 'train'), (prepare, 'prepare'), (sft, 'rejection_sft'),
                          (evaluate, 'run_evaluation')):
         monkeypatch.setattr(module, name, stop)
-        for run, how in ((short[0], 'resume=true.*after step 1'), (begun, 'yet, so with resume=true the same command'),
+        for run, how in ((over, 'resume=true.*after step 3'), (begun, 'yet, so with resume=true the same command'),
                          (tmp_path / 'new', 'yet, so the same command begins anew')):
             with pytest.raises(SystemExit) as end: module.main([f'run={run}'])
             (line,) = capsys.readouterr().err.splitlines()
@@ -506,23 +410,6 @@ def test_an_interrupt_while_modules_are_imported_is_a_line_too(command, tmp_path
                           env={**os.environ, 'PYTHONPATH': path})
     (line,) = done.stderr.splitlines()
     assert 'interrupted; give the same command again' in line and done.returncode in (130, -signal.SIGINT)
-
-
-def test_other_errors_of_a_command_keep_their_traceback(tmp_path):
-    (tmp_path / 'torch.py').write_text('raise RuntimeError("broken")')
-    done = subprocess.run([sys.executable, '-m', 'credit_rl.train'], cwd=tmp_path, capture_output=True, text=True,
-                          timeout=120, env={**os.environ, 'PYTHONPATH': os.pathsep.join([str(tmp_path), str(ROOT)])})
-    assert done.stderr.startswith('Traceback') and done.stderr.endswith('RuntimeError: broken\n')
-
-
-@pytest.mark.parametrize('verb', ['audit', 'longform', 'competence', 'export', 'profile', 'view', 'index'])
-def test_a_verb_without_a_word_of_its_own_is_interrupted_in_a_line(verb, monkeypatch, capsys):
-    from credit_rl import command
-    def stop(arguments): raise KeyboardInterrupt
-    module, _, function = command.VERBS[verb][0].partition(':')
-    monkeypatch.setattr(importlib.import_module(f'credit_rl.{module}'), function or 'main', stop)
-    assert command.main([verb, 'x']) == 130
-    assert capsys.readouterr().err == f'credit-rl {verb}: interrupted; give the same command again\n'
 
 
 def test_all_wrong_and_all_right_have_an_interval_too():
@@ -554,27 +441,6 @@ def test_a_command_builds_an_index(tmp_path, capsys):
     assert BM25.load(folder).search(['Who?'], 1) == BM25(load_corpus('hotpotqa', sample)).search(['Who?'], 1)
     with pytest.raises(SystemExit): main(['index', sample, folder])
     assert 'is there already' in capsys.readouterr().err
-
-
-def test_an_index_says_how_far_it_is(capsys):
-    from credit_rl.search_service import _progress
-    clock = lambda: float(next(ticks))
-    ticks = itertools.count(step=8)                                     # a look every 8 s, a line after 20 or more
-    assert list(_progress('abcdefg', clock=clock)) == list('abcdefg')
-    assert capsys.readouterr().out.splitlines()[-1] == 'all 7 passages read: the index is being written'
-    assert list(_progress('ab', clock=lambda: 0.)) == ['a', 'b'] and not capsys.readouterr().out
-
-
-def test_the_readme_lines_that_start_a_run_have_folders_of_their_own():
-    runs = re.findall(r'-p run (\S+)|train run=(\S+)', (ROOT / 'README.md').read_text())
-    assert len(runs) == 2 and len(set(map(''.join, runs))) == 2
-
-
-def test_jupyterlab_calls_the_kernel_as_the_notebooks_do():
-    "Else it writes its own name of the kernel into each notebook that is saved."
-    names = {json.loads(p.read_text())['metadata']['kernelspec']['display_name'] for p in notebooks_in(ROOT / 'nbs')}
-    lab = re.search(r'^lab:.*\n(\t.*\n)+', (ROOT / 'Makefile').read_text(), re.M)[0]
-    assert names == {re.search(r'ipykernel install .*--name python3 --display-name (\S+)', lab)[1]}
 
 
 # ---- a folder that another process writes ----
@@ -622,7 +488,7 @@ def test_a_run_that_is_over_or_failed_lets_its_folder_go(tmp_path, monkeypatch):
     with monkeypatch.context() as broken:
         broken.setattr(training, '_steps', lambda *args: 1 / 0)
         with pytest.raises(ZeroDivisionError) as kept: train({**SHORT, 'run': run}, say=lambda line: None)
-    folder = train({**SHORT, 'run': run, 'resume': True}, say=lambda line: None)
+    folder = train({**SHORT, 'steps': 1, 'run': run, 'resume': True}, say=lambda line: None)
     assert (folder / 'summary.json').exists() and not (folder / '.writer').exists() and kept
 
 

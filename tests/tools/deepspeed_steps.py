@@ -14,7 +14,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from credit_rl.engine import ScriptedEngine
 from credit_rl.layout import pack, take
 from credit_rl.learner import BadStep, FrozenModels, Learner, Optimiser, PlainBackend, make_critic, saved_policy
-from credit_rl.parts import Loss, assign
+from credit_rl.parts import Loss, Needs, assign
 from credit_rl.methods import METHODS
 from credit_rl.protocol import PROTOCOLS, Chat
 from credit_rl.rollout import rollout
@@ -72,7 +72,7 @@ def grpo():
     micro-batches of one row."""
     batch = assign(METHODS['grpo'], [example_group()], look=lambda layout, asks: None)
     parts = dict(loss=Loss(average='token-mean'), optimiser=Optimiser(learning_rate=1e-3, minibatches=2, row_tokens=1))
-    return batch.layout, batch.credit, ('logp',), lambda: dict(model=model(0, 100), **parts)
+    return batch.layout, batch.credit, Needs(logp=True), lambda: dict(model=model(0, 100), **parts)
 
 
 def tspo(**changes):
@@ -85,7 +85,7 @@ def tspo(**changes):
         **
         {**dict(learning_rate=1e-3, warmup=6, minibatches=2, row_tokens=2 * layout.ids.shape[1], clip=.5), **changes})
     parts = dict(loss=Loss(average='group-mean-token-sum', kl=.1, entropy=.01), optimiser=optimiser)
-    return layout, credit, ('logp', 'ref_logp'), lambda: dict(
+    return layout, credit, Needs(logp=True, ref_logp=True), lambda: dict(
         model=model(0, len(tokenizer), True), frozen=FrozenModels(model(1, len(tokenizer), True)), **parts)
 
 
@@ -94,8 +94,8 @@ def low_rank(base):
     *batch, _ = grpo()
     parts = dict(loss=Loss(average='token-mean', kl=.1), optimiser=Optimiser(learning_rate=1e-2, minibatches=2,
                                                                              row_tokens=1))
-    return batch[0], batch[1], (
-        'logp', 'ref_logp'), lambda: dict(model=adapted(0, 100), frozen=FrozenModels(base or model(0, 100)), **parts)
+    return batch[0], batch[1], Needs(logp=True, ref_logp=True), lambda: dict(
+        model=adapted(0, 100), frozen=FrozenModels(base or model(0, 100)), **parts)
 
 
 class SGD:
@@ -147,7 +147,7 @@ def learn(backend, name, folder=None, rates=ADAM, offload=(), start=None, **how)
     untied, tokenizer, method = name == UNTIED, tiny_tokenizer(), METHODS[name.split(',')[0]]
     groups, chat = method_batch(), Chat(PROTOCOLS['tiny'], tokenizer)
     golds = {n: gold_templates(chat, groups, g.schema) for n, g in method.needs.golds.items()}
-    sees, longest = ('logp', *method.needs.forwards), pack(groups).ids.shape[1]
+    sees, longest = dataclasses.replace(method.needs, logp=True, ends=False), pack(groups).ids.shape[1]
 
     def fresh():
         policy = model(0, len(tokenizer), not untied)
@@ -311,7 +311,7 @@ def sharded(stage, folder, others=None, offload=()):
     if stage > 1: out['offloaded'] = offloaded(stage, f'{folder}/offloaded')
     half, again = (make_learner(parts() | {'frozen': FrozenModels(model(0, 100))},
                                 DeepSpeedBackend(dtype='bfloat16', **how), offload) for _ in range(2))
-    seen = half.evaluate(batch[0], ('logp', 'ref_logp'))      # the reference is the same model
+    seen = half.evaluate(batch[0], Needs(logp=True, ref_logp=True))      # the reference is the same model
     out['bfloat16'] = {'apart': float((seen.logp - seen.ref_logp).abs().max()), 'logs': steps(half, *batch),
                        'buffers': sorted({str(b.dtype) for b in half.scorer.buffers() if b.is_floating_point()})}
     os.makedirs(f'{folder}/half', exist_ok=True)

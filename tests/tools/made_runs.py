@@ -1,10 +1,16 @@
-"""Run folders as the program writes them, made in a moment: of trainings, and of evaluations."""
+"""Run folders as the program writes them, made in a moment: of trainings, and of evaluations; what a short run is."""
 import json
+from pathlib import Path
 
 from credit_rl.runlog import RunLog
 from credit_rl.trajectory import example_group, to_json
 
 SEVEN = ('nq', 'triviaqa', 'popqa', 'hotpotqa', '2wikimultihopqa', 'musique', 'bamboogle')
+BASE = str(Path(__file__).resolve().parents[2] / 'data' / 'tiny_base')
+# A run of two seconds with checkpoints in it. The KL term makes it update at every step, so that a state that is not
+# restored shows. The fixture `finished` keeps runs that are over.
+SHORT = dict(model=BASE, steps=3, eval_every=2, questions_per_step=4, group_size=4, questions=50, dev_questions=8,
+             test_questions=8, max_turns=3, turn_tokens=12, kl=.01, world={'size': 200}, threads=1, track='')
 BIG, SMALL = 'Qwen/Qwen2.5-7B-Instruct', 'Qwen/Qwen2.5-3B-Instruct'
 
 

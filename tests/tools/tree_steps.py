@@ -7,7 +7,7 @@ from deepspeed_steps import SPREAD_ALL, method_batch, model
 
 from credit_rl.layout import pack
 from credit_rl.learner import FrozenModels, Learner, Optimiser, make_critic
-from credit_rl.parts import Credit, Loss
+from credit_rl.parts import Credit, Golds, Loss, Needs
 from credit_rl.protocol import PROTOCOLS, Chat
 from credit_rl.scoring import gold_templates
 from credit_rl.sharded import DeepSpeedBackend
@@ -32,8 +32,9 @@ def two_steps(backend, tree, critic='own'):
     numbers = torch.Generator().manual_seed(0)
     credit = Credit(torch.randn(layout.ids.shape, generator=numbers) * layout.trained,
                     torch.rand(layout.ids.shape, generator=numbers) * layout.trained)
-    sees = SEES if critic else tuple(name for name in SEES if name != 'values')
-    seen, logs = [learner.evaluate(layout, sees, golds), learner.evaluate(layout, ('logp', 'gold'), golds)], []
+    sees = Needs(**{name: name != 'values' or bool(critic) for name in SEES})
+    seen, logs = [learner.evaluate(layout, sees, golds),
+                  learner.evaluate(layout, Needs(logp=True, gold=Golds()), golds)], []
     for _ in range(2): logs.append(learner.step(layout, seen[0], credit))
     seen.append(learner.evaluate(layout, sees, golds))
     return {'seen': [{n: x for n, x in vars(s).items() if x is not None} for s in seen], 'logs': logs,

@@ -92,7 +92,7 @@ def carl():
     ours, theirs = (said(rollout(e, env, world.questions, 1, greedy))
                     for e in (engine, HFEngine(model, tokenizer, max_length=256)))
     layout = pack(rollout(engine, env, world.questions, 3, SamplingParams(max_tokens=15), seed=2))
-    seen = Learner(model, Loss(), Optimiser()).evaluate(layout, ('logp',))
+    seen = Learner(model, Loss(), Optimiser()).evaluate(layout)
     gap = logp_gap(seen.logp, layout.logps, layout.trained)['logp_gap_max']
     kinds = [x[0] for t in ours for x in t]
     return {
