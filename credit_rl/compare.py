@@ -767,7 +767,9 @@ def _tell_runs(folders, say):
     if left := [name for name, (_, summary) in runs.items() if summary is None]:
         raise ValueError(f'{", ".join(left)}: not finished; its command with resume=true goes on with it')
     for name, (own, s) in runs.items():
-        say(f'{name}: {own["method"]}, exact match {s["base_em"]:.3f} → {s["final_em"]:.3f}, {s["seconds"] / 60:.1f} min')
+        by, before, after = 'exact match', s['base_em'], s['final_em']
+        if 'reward' in s['final']: by, before, after = 'reward', s['base']['reward'], s['final']['reward']
+        say(f'{name}: {own["method"]}, {by} {before:.3f} → {after:.3f}, {s["seconds"] / 60:.1f} min')
     (first, (asked, base)), *others = runs.items()
     same = lambda own: all(own.get(n) == asked.get(n) for n in ('data', 'path', 'world', 'regime', 'seed', 'test_questions'))
     gains = {f'{name} − {first}': [int(a) - int(b) for a, b in zip(summary['final_right'], base['final_right'])]

@@ -101,7 +101,7 @@ def write_message(
     p = protocol
     if p.context_tag or p.call_style not in ('query', 'text', 'json'):
         raise ValueError(f'protocol {p.name!r} has no demonstrations: they are for contexts that only grow, and calls '
-                         'of queries')
+                         "of queries; imitate another model's evaluation (credit-rl sft, sft.rollouts=FOLDER)")
     thought = 'I have to look this up.' if answer is None else 'The pages say it.'
     thought = f'<{p.think_tag}>{thought}</{p.think_tag}>' if p.think_tag else ''
     if answer is not None:

@@ -257,7 +257,7 @@ def playing(
     play = {name: v for name, v in flat(how).items() if name in (*names, 'turn_tokens', 'gold_schema')}
     play['protocol'] = how.protocol or chat.protocol.name
     def within(value):
-        if value is None or value in PROTOCOLS or value == 'direct': return value
+        if value is None or value in PROTOCOLS or value in ('direct', 'tools'): return value
         (place := Path(folder)/'prompts').mkdir(exist_ok=True)
         name = f'{len(list(place.iterdir()))}-{Path(value).name}'
         shutil.copyfile(value, place/name)

@@ -441,7 +441,8 @@ def _plan_evaluation(
     manifest = {
         'settings': {**flat(s), 'data': bench.file or name},
         'questions': rows,
-        'metric': {'name': _metric_of(name, s.metric), 'rel_tol': bench.rel_tol},
+        'metric': {'name': 'reward' if s.reward or s.has_own and search.scores else _metric_of(name, s.metric),
+                   'rel_tol': bench.rel_tol},
         'corpus': corpus,
         'retriever': retriever and {**retriever, 'top_k': s.passages, 'passage_tokens': s.observation.passage_tokens,
                                     **_observation_style(s)},
@@ -515,8 +516,8 @@ def set_scores(
     metric='em',  # as for `question_row`
 ):
     "Score one set as it is reported: means, 95 % intervals, and its metric by hops: dict of JSON values."
-    metric = _metric_of(rows[0]['dataset'], metric)
-    metrics = 'numeric', 'bleu', 'carl_em', 'em', 'cover_em', 'f1'
+    metric = 'reward' if 'reward' in rows[0] else _metric_of(rows[0]['dataset'], metric)     # of one's own
+    metrics = 'reward', 'numeric', 'bleu', 'carl_em', 'em', 'cover_em', 'f1'
     numbers = (*metrics, 'answer_rate', 'turns', 'calls', 'tokens', 'malformed')
     names = [n for n in numbers if n in rows[0]]
     mean = lambda part, name: sum(r[name] for r in part) / len(part)
@@ -613,15 +614,17 @@ def read_scores(folder):  # of a run
     return scores
 
 _NAMES = {'em': 'EM', 'numeric': 'numeric match', 'f1': 'F1', 'cover_em': 'cover EM', 'carl_em': "CARL's EM",
-          'bleu': 'BLEU'}
+          'bleu': 'BLEU', 'reward': 'own reward'}
 
 def right_rows(
     folder,  # of one evaluated set
 ):
     """The rows of an evaluated set that are right: those that a judge passed by the reference where it was judged
-    (77_longform), else those of score 1: list of dict."""
+    (77_longform), else those of score 1, of a reward of one's own from `right` on: list of dict."""
     rows, judged = read_turns(folder), Path(folder)/'judged.jsonl'
-    if not judged.exists(): return [r for r in rows if r[read_manifest(folder)['metric']['name']] == 1]
+    if not judged.exists():
+        manifest = read_manifest(folder)
+        return [r for r in rows if r[manifest['metric']['name']] >= (manifest['settings'].get('right') or 1)]
     lines = read_text(judged).split('\n')                           # other breaks of lines stand in strings
     verdicts = {r['id']: r['reference_pass'] for r in map(json.loads, filter(None, lines))}
     return [r for r in rows if verdicts.get(r['id']) == 1]

@@ -24,7 +24,7 @@ from .learner import BadStep, FrozenModels, only_data
 from .losses import kl
 from .methods import get_method
 from .models import find_model, load_model
-from .options import flat, options_in, setting
+from .options import flat, flat_options, options_in, setting
 from .outcome import outcome_rewards
 from .parameters import (by_group, error_line, from_settings, make_parser, notebook_settings,
                                   read_settings)
@@ -32,7 +32,7 @@ from .parts import Needs
 from .protocol import PROTOCOLS, prompt_hash
 from .runlog import (MAY_CHANGE, RunLog, SilentLog, check_same_params, hold_run, latest_checkpoint, read_json,
                               read_metrics, read_params, stored_folders)
-from .settings import Config, check, data_sets, tree_notes
+from .settings import DOZEN, Config, Keeping, Learning, check, data_sets, tree_notes
 from .setup import (Examiner, bound_method, examine, make_backend, make_engine, make_setup, origin_of, plan_of, players,
                              real_questions, real_search, start_critic)
 from .train import end_interrupted, keeping_bad
@@ -383,14 +383,19 @@ def calibration_pairs(folders):  # as in warmup_table
     return {kind: torch.tensor([*zip(*found)], dtype=torch.float64) for kind, found in pairs.items() if found}
 
 # %% ../nbs/5_run/65_prepare.ipynb #c029
+_UNREAD = {'steps', *flat_options(Learning), *flat_options(Keeping)} - {      # of a training: no policy is trained
+    'adamw.clip', 'row_tokens', 'tree', 'track', 'stop.bad_step', 'checkpoints.keep', 'checkpoints.minutes',
+    'checkpoints.restarts', 'checkpoints.grace'}
+
 def main(arguments=None):
     """`python -m credit_rl.prepare setting=value …`, values as in YAML; `--params FILE` reads a YAML file of settings
     first. Exit code 1 if the critic did not pass."""
     from credit_rl.warmup import read_warmed
     parser = make_parser('credit_rl.prepare', 'Warm up a critic until it passes its gate.')
+    few = ['collected', 'per_tier', 'warm_steps', 'head_rate', *(name for name in DOZEN if name not in _UNREAD)]
     run = Warming.run
     try:
-        settings, _ = read_settings(parser, arguments, by_group(Warming))
+        settings, _ = read_settings(parser, arguments, by_group(Warming), few, _UNREAD)
         run = settings.get('run', run)
         folder = prepare(settings)
         if settings.get('dry_run'): return

@@ -188,7 +188,8 @@ def _tune(c, how, say, ranks):
         else:
             kept, played = _examples(actor, how, bound_method(dataclasses.replace(c, method='grpo')).metric, times)
             tested = actor.evaluate('test')
-            memory = {'played': played, 'base': summarize(tested), 'base_right': right_marks(tested), 'history': []}
+            memory = {'played': played, 'base': summarize(tested), 'base_right': right_marks(tested, c.right or 1.),
+                      'history': []}
         asks, own = stage.questions['test'], kept if c.data != 'tiny' else []
         taught = {question_key(g.question) for g in own} | train_keys(c.model)
         for line in seen_lines({'test': asks}, taught, 'are among those learned from'): say(line)
@@ -215,7 +216,8 @@ def _tune(c, how, say, ranks):
         weights = learner.weights(here=ranks.first)
         if ranks.first: _write(c, origin, stage, own, weights, log)
         log.summary(summary := {
-            **_summary(stage, memory, tested, history), 'seed': c.seed, 'rows': sum(len(g.trajectories) for g in kept),
+            **_summary(stage, memory, tested, history), 'final_right': right_marks(tested, c.right or 1.), 'seed': c.seed,
+            'rows': sum(len(g.trajectories) for g in kept),
             **({'test_inside': inside} if inside else {}), 'seconds': log.elapsed})
         say(f'final: EM {summary["final_em"]:.3f} on {len(tested)} test questions (base {summary["base_em"]:.3f}); '
             f'{log.elapsed:.0f} s')
@@ -245,7 +247,7 @@ def _summary(stage, memory, tested, history):
     return {'method': 'sft', 'options': {}, 'steps': 0, 'best_step': 0, 'questions': len(tested),
             'protocol': protocol.name, 'prompt_hash': prompt_hash(protocol), 'base_em': base['em'],
             'final_em': final['em'], 'last_em': final['em'], 'base': base, 'final': final,
-            'base_right': memory['base_right'], 'final_right': right_marks(tested), 'trajectories': memory['played'],
+            'base_right': memory['base_right'], 'trajectories': memory['played'],
             'ceiling_em': stage.ceiling and stage.ceiling['all'], 'ceiling': stage.ceiling, 'collapsed': False,
             'losses': losses, **({'bad_updates': bad} if bad else {}), 'code': code_hashes('sft')}
 

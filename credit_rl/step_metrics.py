@@ -276,7 +276,8 @@ def base_lines(report):
     if r['groups_mixed'] >= _FEW_MIXED: return [line]
     return [line, f'fewer than a fifth of its groups are mixed, so that most rollouts would teach nothing; {_cause(r)}']
 
-_DEMONSTRATE = 'fine-tune it on demonstrations first (credit-rl demos, credit-rl sft)'
+_DEMONSTRATE = ('fine-tune it on demonstrations first (credit-rl demos, credit-rl sft; for tools of your own on another '
+                "model's evaluation, sft.rollouts=FOLDER)")
 
 def _cause(r, earlier={}):
     "What rollouts lack by their metrics, beside those of earlier steps, and what to change: str."
@@ -319,9 +320,13 @@ def has_collapsed(rates, share=0.25, window=5):
     return best >= 0.2 and last < share * best
 
 # %% ../nbs/5_run/57_step_metrics.ipynb #r5705
-def right_marks(groups):
-    "Which questions were answered right, in their order: str of 0 and 1."
-    return ''.join(str(int(exact_match(g.trajectories[0].answer, list(g.question.answers)))) for g in groups)
+def right_marks(
+    groups,
+    right=1.,  # outcome by a reward of one's own, where there is one, from which on an answer is right
+):
+    "Which questions were answered right, in their order, by exact match or such a reward: str of 0 and 1."
+    mark = lambda t: exact_match(t.answer, list(t.question.answers)) if t.earned is None else t.earned >= right
+    return ''.join(str(int(mark(g.trajectories[0]))) for g in groups)
 
 def paired_line(summary):
     """How far the final policy is from its base on the same test questions, with an interval of 95 % (bootstrap over
@@ -331,7 +336,7 @@ def paired_line(summary):
     if len(gains) < 2: return ''
     (low, high), scores = bootstrap_interval(gains), [bootstrap_interval([*map(int, x)]) for x in (before, after)]
     shown = [f'{sum(map(int, x)) / len(x):.3f} [{a:.3f}, {b:.3f}]' for x, (a, b) in zip((before, after), scores)]
-    return (f'EM {shown[0]} before, {shown[1]} after; difference {sum(gains) / len(gains):+.3f} [{low:+.3f}, '
+    return (f'{"right" if "reward" in summary.get("final", ()) else "EM"} {shown[0]} before, {shown[1]} after; difference {sum(gains) / len(gains):+.3f} [{low:+.3f}, '
             f'{high:+.3f}] on the same {len(gains)} questions (95 % intervals)')
 
 # %% ../nbs/5_run/57_step_metrics.ipynb #m5726

@@ -674,7 +674,7 @@ def _begin(run):
         return found[0] + 1
     run.wake()
     run.memory['base'], groups = run.evaluate('test')
-    run.memory['base_right'] = right_marks(groups)
+    run.memory['base_right'] = right_marks(groups, run.config.right or 1.)
     _keep_examples(run.log, 0, groups, 'before')
     if count := run.config.base_questions:
         run.memory['base_sampled'] = _sample_base(run.actor, run.method, count, run.say)
@@ -751,7 +751,7 @@ def _finish(run):
         'base_em': base['em'], 'final_em': final['em'], 'last_em': last['em'], 'ceiling_em': top and top['all'],
         'base': base, 'final': final, 'ceiling': top,
         **{name: run.memory[name] for name in ('base_sampled', 'base_right') if name in run.memory},
-        'final_right': right_marks(groups),
+        'final_right': right_marks(groups, c.right or 1.),
         **({'nothing_learned': idle} if idle else {}),
         'collapsed': run.memory.get('collapsed', False), 'code': code_hashes('train'), 'seconds': run.log.elapsed}
     run.log.summary(summary)

@@ -431,8 +431,10 @@ class TurnAdvantages:
             raise ValueError(f'{method.name} needs a critic, drops groups, or reads text, and TRL has rewards alone: '
                              'take a rule that compares the attempts at one question, such as tspo')
         if ('turns' in wanted) != (self.evidence is not None):
-            raise ValueError(f'{method.name} ' + ('reads what each turn earned: give evidence' if 'turns' in wanted else
-                                                  'reads outcomes alone: leave out evidence'))
+            raise ValueError(f'{method.name} ' + (
+                'reads what each turn earned, and got none: give evidence=function(environment, row), which says what '
+                'the turns of a rollout earned, or, for tspo, the first turn that showed the answer; grpo needs none'
+                if 'turns' in wanted else 'reads outcomes alone: leave out evidence'))
         self.method = method.bind(self.options)
 
     def check(self, args): "Any `GRPOConfig` will do."

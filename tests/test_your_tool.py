@@ -15,6 +15,7 @@ from credit_rl.methods import get_method
 from credit_rl.protocol import PROTOCOLS, Chat, byte_tokenizer
 from credit_rl.rollout import Environment, continuations, rollout
 from credit_rl.settings import check, make_config
+from credit_rl.step_metrics import right_marks
 from credit_rl.tools import OwnTools, own_outcome, tool_of
 from credit_rl.trajectory import Question, Result, Stop, group_from_json, to_json
 
@@ -88,6 +89,7 @@ def test_functions_answer_by_name_and_a_reward_scores_the_answer():
     [t] = group.trajectories
     assert [turn.result for turn in t.turns[:3]] == [Result.OK, Result.MALFORMED, Result.MALFORMED]
     assert t.turns[0].returned == ('8',) and t.earned == .5
+    assert right_marks([group]) == '0' and right_marks([group], .5) == '1'           # and not by exact match
     assert "argument" in t.turns[1].observation_text and 'halve' in t.turns[2].observation_text
 
 
@@ -155,3 +157,4 @@ def test_the_page_runs_as_it_stands(root, tmp_path):
         assert done.returncode == 0, f'{command}\n{done.stdout[-3000:]}'
     for name in ('prices', 'shop'):
         assert 'dev_right' in (tmp_path / f'runs/{name}/metrics.jsonl').read_text()
+    assert '"metric": "reward"' in (tmp_path / 'runs/shop/evaluation/questions/scores.json').read_text()

@@ -169,7 +169,8 @@ def main(arguments=None):  # list of str; None: the command line's
     parser = make_parser('credit_rl.studies.longform', 'Evaluate answers of several sentences, by a judge.')
     parser.add_argument('--folder', metavar='RUN', help='run folder of an evaluation whose answers are judged')
     try:
-        settings, given = read_settings(parser, arguments, by_group(JudgeChoice, Evaluation))
+        few = (*flat_options(JudgeChoice), 'path', 'model', 'corpus', 'questions', 'passages', 'max_turns', 'turn_tokens', 'run')
+        settings, given = read_settings(parser, arguments, by_group(JudgeChoice, Evaluation), few)
         print(judged_table(run_longform(settings, given.folder)).to_string())
     except (ValueError, OSError, ImportError) as e: sys.exit(f'credit_rl.studies.longform: {error_line(e)}')
 

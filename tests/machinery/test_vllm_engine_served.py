@@ -16,7 +16,7 @@ from credit_rl.engine import HFEngine, SamplingParams
 from credit_rl.models import load_model
 from credit_rl.protocol import PROTOCOLS, Chat
 from credit_rl.rollout import rollout
-from credit_rl.runlog import read_metrics, read_turns, same_metrics
+from credit_rl.runlog import read_metrics, read_turns
 from credit_rl.tiny import tiny_environment
 from credit_rl.train import train
 from credit_rl.vllm_engine import EngineLost, ServedEngine, ServeSettings, Serving, sync_gap
@@ -238,9 +238,8 @@ def test_two_ranks_learn_two_steps_off_from_what_two_servers_play(base, tmp_path
     said = [[turn['action_ids'] for row in read_turns(tmp_path / name) for turn in row['trajectory']['turns']]
             for name in ('own', 'served')]
     assert said[0] == said[1] and all(len(turns(server)) > 50 for server in servers)
-    rounded = ('grad_norm', 'kl')                                                   # large numbers
-    apart = same_metrics(tmp_path / 'own', tmp_path / 'served', 1e-3)
-    assert [line for line in apart if not any(name in line for name in rounded)] == []
+    reward = [read_metrics(tmp_path / name).reward.dropna().tolist() for name in ('own', 'served')]
+    assert reward[0] == pytest.approx(reward[1]) and len(reward[0]) == 3
 
 
 def test_a_dry_run_says_which_servers_it_would_start_or_ask(base, tmp_path, monkeypatch):

@@ -157,10 +157,10 @@ def test_the_other_engine_records_what_the_learner_reads(root):
 
 STARTS = """
 import subprocess, sys, time
-from credit_rl.vllm_engine import _watched
+from credit_rl.vllm_engine import _watch
 before = subprocess.Popen(['sleep', '600'], stdout=subprocess.DEVNULL)
 time.sleep(.1)                                                # a tick of the clock by which processes are told apart
-with _watched():
+with _watch():
     time.sleep(.1)
     inside = subprocess.Popen(['sleep', '600'], stdout=subprocess.DEVNULL)
     print(before.pid, inside.pid, flush=True)
