@@ -517,7 +517,7 @@ def test_a_run_goes_on_with_its_search_server_at_another_address(tmp_path, spoke
         def __init__(self, text): self.text = text
         def search(self, queries, k): return [[Passage('0', q, self.text, 1.)] for q in queries]
     def begin(server, **more):
-        begin_run(Config(run=str(tmp_path / 'run'), model=spoken, max_tokens=8192, data='hotpotqa', threads=1,
+        begin_run(Config(run=str(tmp_path / 'run'), model=spoken, max_tokens=8192, data='hotpotqa', torch={'threads': 1},
                          path=str(ROOT / 'data' / 'hotpotqa_sample.json'), dev_questions=1, test_questions=1, track='',
                          corpus=server.url, **more), lambda line: None).close()
     with SearchServer(Search('so')) as first, SearchServer(Search('so')) as moved, SearchServer(Search('no')) as other:

@@ -446,8 +446,8 @@ def test_a_dry_run_names_all_that_is_missing_and_leaves_nothing(tmp_path):
 # ---- none that has never been started ----
 
 # what a run at a small size is given instead: of all else each file's own settings are what is run
-SMALL = dict(steps=2, eval_every=2, dev_questions=10, test_questions=5, learner='plain', ranks=1, deepspeed={},
-             engine='hf', vllm={}, dtype='float32', recompute=True, threads=1, track='', **{'template.options': {}})
+SMALL = dict(steps=2, eval_every=2, dev_questions=10, test_questions=5, ranks=1, engine='hf', vllm={}, dtype='float32',
+             recompute=True, track='', **{'template.options': {}, 'learner.kind': 'plain', 'learner.deepspeed': {}, 'torch.threads': 1})
 SMALL_WARM = dict(per_tier=[8, 6], warm_steps=2, warm_least=1, warm_every=1, warm_rise=1, warm_batch=16,
                   must_pass=False)
 
@@ -497,7 +497,7 @@ def check_ran(told, changes):
 
 
 # what `shrunk` replaces, or no step depends on; of files that are alike without it one trains
-SHRUNK = {*SMALL, 'run', 'model', 'path', 'corpus', 'questions_per_step', 'healthy', 'tflops', 'stage', 'row_tokens',
+SHRUNK = {*SMALL, 'run', 'model', 'path', 'corpus', 'questions_per_step', 'healthy', 'tflops', 'learner.stage', 'row_tokens',
           'act_rows', 'questions'}
 DISTINCT = {repr(sorted((k, repr(v)) for k, v in settings(name).items() if k not in SHRUNK)): name for name in FILES}
 
