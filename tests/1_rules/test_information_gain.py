@@ -9,8 +9,9 @@ from torch.testing import assert_close
 from credit_rl.critics import auc
 from credit_rl.engine import HFEngine, SamplingParams
 from credit_rl.tspo import first_turns
-from credit_rl.information_gain import (NORMS, belief_check, belief_warning, best_gold_logp, gold_entropy, has_answer,
-                                        igpo_advantages, information_gain, set_f1, shown_states, with_outcome)
+from credit_rl.information_gain import (NORMS, PARTS, belief_check, belief_schema, belief_warning, best_gold_logp,
+                                        first_answer, gold_entropy, has_answer, igpo_advantages, information_gain,
+                                        set_f1, shown_states, with_outcome)
 from credit_rl.groups import group_normalize
 from credit_rl.layout import pack
 from credit_rl.models import load_model
@@ -18,7 +19,7 @@ from credit_rl.methods import get_method
 from credit_rl.parts import Measured
 from credit_rl.protocol import PROTOCOLS, Chat
 from credit_rl.rollout import rollout
-from credit_rl.scoring import acting_states, answer_header, answer_logps, gold_templates
+from credit_rl.scoring import Schema, acting_states, answer_header, answer_logps, gold_templates
 from credit_rl.tiny import tiny_environment
 from credit_rl.trajectory import Group, example_group
 from credit_rl.world import make_world
@@ -123,6 +124,12 @@ def test_the_best_gold_counts_at_each_state(data):
     padded = best_gold_logp(torch.nn.functional.pad(sums, (0, 1), value=NAN), torch.nn.functional.pad(tokens, (0, 1)),
                             torch.nn.functional.pad(exists, (0, 1)))
     assert torch.equal(padded.nan_to_num(7), best.nan_to_num(7))
+
+
+def test_maximum_over_golds_comes_before_the_difference():
+    states = torch.tensor([[[1/2, 1/10], [1/5, 3/5]]]).log()             # gold 1 falls, gold 2 rises by a half
+    gain = information_gain(best_gold_logp(states, torch.tensor([1, 1])))
+    assert_close(gain, torch.tensor([[0.1]]))                            # 3/5 - 1/2, not max(-0.3, +0.5)
 
 
 def test_bad_golds_are_refused():
@@ -332,6 +339,26 @@ def test_low_precision_uses_float32_statistics(batch):
     assert out.dtype == torch.float32                                    # integers are not truncated
 
 
+def test_a_turn_without_gain_is_a_turn_and_only_the_released_code_melts_it():
+    x, mask, groups = torch.tensor([[0.5, 0.0, 0.25, 1.0],
+                                    [0.25, 0.5, 0.5, 0.0]]), torch.ones(2, 4, dtype=torch.bool), torch.tensor([0, 0])
+    for gamma in (1.0, 0.5):
+        paper, released = (igpo_advantages(x, mask, groups, gamma, variant=v) for v in ('paper', 'released'))
+        z = group_normalize(x, groups, mask)
+        assert_close(paper[0, 1], z[0, 1] + gamma * paper[0, 2])          # its own reward, and one step of discount
+        assert paper[0, 1] != paper[0, 2] and released[0, 1] == released[0, 2]
+    kept = torch.tensor([0.5, 0.25, 1.0, 0.25, 0.5, 0.5, 0.0])  # the outcome of 0 counts, the gain of 0 does not
+    std = math.sqrt(kept.var(correction=0) + 1e-8) + 1e-6
+    assert_close(igpo_advantages(x, mask, groups, 0.0, variant='released')[0, 0], (0.5 - kept.mean()) / std)
+
+
+def test_per_turn_rewards_not_stopping_and_pooled_does_not():
+    x = torch.tensor([[0.6, 1.0, 0], [0.2, 0.1, 1.0], [0.1, 0.0, 1.0]])
+    mask, groups = torch.tensor([[True, True, False], [True] * 3, [True] * 3]), torch.zeros(3, dtype=torch.long)
+    second = {norm: igpo_advantages(x, mask, groups, 0.0, norm)[1, 1] for norm in NORMS}
+    assert second['per-turn'] > 0.99 and second['pooled'] < 0 and second['joint'] < 0
+
+
 def test_igpo_refuses():
     x, mask, groups = torch.randn(2, 3), torch.ones(2, 3, dtype=torch.bool), torch.tensor([0, 0])
     for wrong in (dict(norm='turn'), dict(variant='first'), dict(parts='f1'), dict(gamma=1.5), dict(ddof=2),
@@ -353,6 +380,24 @@ def test_set_f1_is_scikit_learns_f1_of_word_indicators(said, gold):
     expected = metrics.f1_score(has(gold), has(said), zero_division=0.0)
     assert math.isclose(set_f1(' '.join(said), [' '.join(gold)]), expected)
     assert set_f1(' '.join(said), [' '.join(gold), 'nothing']) >= expected
+
+
+def test_first_answer_is_the_first():
+    assert first_answer('<answer> a </answer><answer>b</answer>') == 'a' and first_answer(
+        '<answer>two\nlines</answer>') == 'two\nlines'
+    assert first_answer('<answer>a') is None and set_f1(None, ['a']) == 0
+    with pytest.raises(TypeError, match='list'): set_f1('a', 'a')
+
+
+def test_a_group_of_failures_is_not_silent():
+    group = example_group()
+    beliefs = torch.tensor([[.1, .2, .6, .7], [.1, .2, .6, .3], [.1, .05, .04, .04]]).log()
+    gains = information_gain(torch.nn.functional.pad(beliefs, (0, 1), value=NAN), torch.ones(3, 4, dtype=torch.bool))
+    rewards = with_outcome(gains, torch.zeros(3), torch.ones(3, 4, dtype=torch.bool),
+                           has_answer([Group(group.question, group.trajectories)]))
+    out = igpo_advantages(rewards, torch.ones(3, 4, dtype=torch.bool), torch.zeros(3, dtype=torch.long))
+    assert out[0, 0] > out[1, 0] and out[0, 0] > out[2, 0] and not group_normalize(
+        torch.zeros(3), torch.zeros(3, dtype=torch.long)).any()
 
 
 # ---------------------------------------------------------------- is it a belief?
@@ -402,6 +447,18 @@ def test_the_auc_of_belief_is_that_of_every_auc(values):
     assert found['belief_auc'] == pytest.approx(auc(beliefs.flatten(), shown))
 
 
+def test_a_missing_kind_of_state_is_nan_and_not_warned_about():
+    group = example_group()
+    lost = Group(group.question, group.trajectories[2:])
+    found = belief_check(scored(torch.full((1, 5), .1)), pack([lost]), [lost])
+    assert math.isnan(found['belief_auc']) and math.isnan(found['belief_shown']) and found['belief_shown_states'] == 0
+    assert found['belief_unshown'] == pytest.approx(.1) and found['belief_unshown_states'] == 4
+    assert belief_warning(found) == belief_warning({}) == ''
+    yes = dataclasses.replace(group, question=dataclasses.replace(group.question, answers=['yes']))
+    said = belief_check(scored(torch.full((3, 5), .1)), pack([yes]), [yes])
+    assert said['belief_shown_states'] == said['belief_unshown_states'] == 0 and math.isnan(said['belief_unshown'])
+
+
 @pytest.mark.parametrize('found, warned', [((.81, .06), False), ((.79, .5), True), ((.99, .04), True),
                                            ((NAN, NAN), False), ((.8, .05), False)])
 def test_a_belief_that_is_none_is_warned_about(found, warned):
@@ -418,6 +475,22 @@ def played(root):
     chat, world = Chat(PROTOCOLS['tiny'], words), make_world('dev', 5, size=200, questions=60)
     return model, chat, rollout(HFEngine(model, words), tiny_environment(world, chat, max_turns=4), world.questions, 4,
                                 SamplingParams(max_tokens=24))
+
+
+def test_only_in_its_own_words_does_the_small_base_believe(played):
+    "The papers' schemas, of which it knows no word or that it never wrote, stay below what is warned about."
+    model, chat, groups = played
+    layout, found = pack(groups, prefix=len(chat.encode(answer_header(chat)))), {}
+    for name in ('own', 'tips', 'igpo'):
+        scores = answer_logps(model, (layout.ids, layout.lengths), acting_states(layout.states, layout.turn_mask),
+                              gold_templates(chat, groups, name))
+        found[name] = belief_check(Measured(gold_logp=scores.sums, gold_tokens=scores.tokens), layout, groups)
+    own = found['own']
+    assert own['belief_auc'] > .9 and own['belief_shown'] > .4 > .01 > own['belief_unshown']
+    assert min(own['belief_shown_states'], own['belief_unshown_states']) > 50 and not belief_warning(own)
+    for name in ('tips', 'igpo'):
+        assert found[name]['belief_shown'] < .05 and belief_warning(found[name]), name
+    assert belief_schema(chat.protocol) == Schema('<think> {last_relation} ', ' </think>')
 
 
 @pytest.mark.parametrize('base, protocol', [('tiny_weak', 'tiny'), ('tiny_carl', 'carl-tiny-forced')])
@@ -447,3 +520,11 @@ def test_only_the_first_accepted_answers_are_scored(played):
     scored = lambda most: gold_templates(chat, [many], 'own', most)[0]
     assert [len(scored(most)) for most in (16, 3, 99, None)] == [16, 3, 20, 20] and scored(3) == scored(None)[:3]
     with pytest.raises(ValueError, match='golds'): needs('igpo', golds=0)
+
+
+def test_the_gain_asks_in_the_protocols_words_unless_told():
+    gain = PARTS[0]
+    usual = {name: option.default for name, option in gain.options.items()}
+    schema = lambda **o: gain.needs({**usual, **o}).gold.schema
+    assert schema() == 'own' and schema(schema=['a ', '']) == ['a ', '']
+    with pytest.raises(ValueError, match="'own'"): gain.check({**usual, 'schema': 'tpis'})

@@ -91,6 +91,20 @@ def test_short_bleu_agrees_with_nltk(p, g, smooth):
 
 
 @settings(deadline=None)
+@given(st.lists(st.sampled_from('uvwxyz'), min_size=1, max_size=9).map(' '.join))
+def test_an_exact_match_of_any_length_has_short_bleu_1(text):
+    assert short_bleu(text, [text]) == pytest.approx(1.0) and short_bleu(text, [text],
+                                                                         smooth=True) == pytest.approx(1.0)
+    assert short_bleu('', [text]) == 0.0
+
+
+def test_short_bleu_counts_repeated_words_once():
+    assert short_bleu('x', ['x y']) == pytest.approx(math.exp(-1))     # p_1 = 1, c = 1, r = 2
+    assert short_bleu('x x', ['x']) == 0.0                             # p_1 = 1/2, p_2 = 0
+    assert short_bleu('x x', ['x'], smooth=True) == pytest.approx(0.5) # p_1 = 1/2, p_2 = 1/2
+
+
+@settings(deadline=None)
 @given(st.floats(-1e6, 1e6).map(lambda x: round(x, 3)))
 def test_a_number_in_any_dress_is_the_same_number(x):
     plain, commas = f'{x:.3f}', f'{x:,.3f}'
@@ -104,8 +118,28 @@ def test_a_number_in_any_dress_is_the_same_number(x):
     if x: assert numeric_match(plain.replace('.', ''), [plain]) == 0.0
 
 
-@pytest.mark.parametrize('text', ['', 'none', '-', '%', '$', '.', '12 or 13', '12, 13', '10-20', '2009-10-01', '1,5', '1234,567',
-                                  '1/2', '3.14.15', 'B52', 'x2', '1e999'])
+@pytest.mark.parametrize(
+    'text',
+    [
+        '',
+        'none',
+        '-',
+        '%',
+        '$',
+        '.',
+        '12 or 13',
+        '12, 13',
+        '10-20',
+        '2009-10-01',
+        '1,5',
+        '1234,567',
+        '1/2',
+        '3.14.15',
+        'B52',
+        'x2',
+        '1e999',
+    ],
+)
 def test_what_is_not_one_number(text):
     assert parse_number(text) is None and numeric_match(text, ['12']) == 0.0
 
@@ -171,6 +205,7 @@ def test_a_fraction_is_the_number_that_it_is(whole, above, below, name, sign):
 # ---- Search-R1's exact match ----
 
 ONE = 'Answer in tags, for example <answer> Beijing </answer>. Question: Where?'
+WORD = st.text('abc <>/', max_size=8)
 
 
 @given(st.lists(TEXT, max_size=3), GOLDS, TEXT)
@@ -193,6 +228,16 @@ def test_search_r1_pairs_each_opening_with_the_next_closing_tag(text, prompt_ans
         pairs.append(text[start + len('<answer>'):end].strip())
         at = end + len('</answer>')
     assert search_r1_answer(text, prompt_answers) == (pairs[-1] if len(pairs) > prompt_answers else None)
+
+
+def test_search_r1_counts_the_pair_that_the_published_prompt_makes_by_naming_its_tags():
+    from credit_rl.protocol import PROTOCOLS
+    prompt = PROTOCOLS['search-r1'].user.replace('{question}', 'Where?')
+    assert search_r1_answer(prompt + ' I do not know.') == 'Beijing'                  # as published
+    assert search_r1_answer(prompt + ' I do not know.', prompt_answers=2) is None
+    for n in (1, 2): assert search_r1_em(prompt + ' <answer> the Budapest </answer>', ['Budapest'], n) == 1.0
+    assert search_r1_em('<answer></answer>', ['the'], 0) == 0.0                       # an empty gold matches nothing
+    with pytest.raises(ValueError, match='prompt_answers'): search_r1_em(prompt, ['Budapest'], -1)
 
 
 # ---- each benchmark by its own measure ----
@@ -278,6 +323,12 @@ def test_a_number_is_read_whole_with_its_sign_or_not_at_all(x, dress, minus, mor
     else: text, meant = minus(text, dress if dress in (str, DRESSES[3], DRESSES[2]) else str), -float(x)
     found = parse_number(text)
     assert found is None if more else found == (meant, False), (text, found)
+
+
+@pytest.mark.parametrize('text, value', [('(3.2)', 3.2), ('$(1,234)', 1234.), ('-(-3.2)', 3.2), ('-(3.2)%', -3.2),
+                                         ('5x faster', 5.), ('x-(3.2)', 3.2), ('3e-2 m2', .03), ('-(3.2 km)', -3.2)])
+def test_brackets_alone_are_no_minus_and_units_are_none_of_the_number(text, value):
+    assert parse_number(text)[0] == value
 
 
 @given(st.sampled_from(['A', 'The The', 'an', '!', 'A.', ' the ', '?!']), st.sampled_from(['a', 'an', 'the', '!', 'the the']))

@@ -12,8 +12,8 @@ from credit_rl.engine import FinishedTurn, HFEngine, SamplingParams, ScriptedEng
 from credit_rl.layout import pack, token_logps
 from credit_rl.learner import Learner
 from credit_rl.outcome import extract_answer
-from credit_rl.protocol import (find_box, byte_tokenizer, Chat, CHATML, check_tokenizer, parse, PLAIN, Protocol,
-                                PROTOCOLS, read_context)
+from credit_rl.protocol import (Action, find_box, byte_tokenizer, CARL_PROMPTS, Chat, CHATML, check_tokenizer, parse,
+                                PLAIN, Protocol, PROTOCOLS, read_context)
 from credit_rl.prs import parse_verdict
 from credit_rl.readers import Passage
 from credit_rl.retrieval import BM25
@@ -118,6 +118,11 @@ def test_our_template_texts_speak_the_published_markup(name, messages, prompt, o
     ours, theirs = (tokenizer.apply_chat_template(messages, chat_template=template_text(name, p), tokenize=False,
                                                   add_generation_prompt=prompt, **options) for p in (False, True))
     assert ours == theirs
+
+
+def test_the_families_are_all_there():
+    assert set(FAMILIES) == {'qwen2_5', 'qwen3', 'llama3_1', 'plain'} and template_text('plain').strip() == PLAIN
+    assert not TRL or set(PUBLISHED) == {'qwen2_5', 'qwen3', 'llama3_1'}
 
 
 def test_the_trained_tokenizer_has_merges_that_bite():
@@ -560,6 +565,35 @@ def test_the_doors_of_a_chat():
 # ---- from outside ----
 
 
+@each_template
+@settings(deadline=None, max_examples=20)
+@given(
+    st.lists(
+        WORDS
+        | st.sampled_from(
+            [
+                '<|im_end|>',
+                '<|eot_id|>',
+                '<|endoftext|>',
+                '<|im_start|>',
+                '<|begin_of_text|>',
+                '<|start_header_id|>',
+                '\ud800',
+            ]
+        ),
+        max_size=6,
+    ).map(''.join)
+)
+def test_no_text_from_outside_holds_a_special_token(name, published, text):
+    chat = chat_of(name, PROTOCOLS['tiny'], published)
+    special = {i for i, t in chat.tokenizer.added_tokens_decoder.items() if t.special}
+    count = lambda ids: sum(i in special for i in ids)
+    assert count(chat.observation_ids(text)) == count(chat.observation_ids('x')) and count(
+        chat.prompt_ids(f'{text}?')) == count(chat.prompt_ids('x?'))
+    if not any(t.content in text for t in chat.tokenizer.added_tokens_decoder.values()) and '\ud800' not in text:
+        assert chat.plain(text) == text
+
+
 # what a stranger writes: control strings of many templates, every protocol's tags, marks that do not show
 STRANGE = [
     '<|im_start|>', '<|im_end|>', '<|endoftext|>', '<|eot_id|>', '<|start_header_id|>', '<|begin_of_text|>', '[INST]',
@@ -734,6 +768,67 @@ def test_a_broken_call_is_an_error_and_no_crash(inside):
     assert action.error or action.call == {'name': 'search', 'queries': ['x']}
 
 
+@pytest.mark.parametrize(
+    'name, text, wanted',
+    [
+        ('tiny', '<tool_call> a ; b </tool_call>', {'name': 'search', 'queries': ['a', 'b']}),
+        ('search-r1', '<think> a; b </think>\n<search> a; b </search>', {'name': 'search', 'queries': ['a; b']}),
+        ('igpo', '<think>a</think>\n<search>who?</search>\n', {'name': 'search', 'queries': ['who?']}),
+        (
+            'tips',
+            '<tool_call>\n{"name": "search", "arguments": {"query_list": ["a", "b"]}}\n</tool_call>',
+            {'name': 'search', 'queries': ['a', 'b']},
+        ),
+        (
+            'tspo',
+            '<tool_call> {"name": "search", "arguments": {"query": "a"}} </tool_call>',
+            {'name': 'search', 'queries': ['a']},
+        ),
+        (
+            'prs',
+            '<tool_call>{"name": "wiki_search", "arguments": {"query": "a"}}</tool_call>',
+            {'name': 'wiki_search', 'queries': ['a']},
+        ),
+        ('carl', 'I look.\n```python\nprint(search("a"))\n```', {'name': 'python', 'code': 'print(search("a"))\n'}),
+    ],
+)
+def test_the_call_of_each_paper(name, text, wanted):
+    assert parse(PROTOCOLS[name], text) == Action(call=wanted)
+    answer = r'so \boxed{Budapest}' if name == 'carl' else '<answer> Budapest </answer>'
+    assert parse(PROTOCOLS[name], f'hm {answer}') == Action(answer='Budapest')
+    assert parse(PROTOCOLS[name], 'hm').error
+
+
+def test_tags_and_rules_of_each_paper():
+    """Tags, tool names and the example answer stand in the prompt; a tool that a protocol does not have cannot be
+    called."""
+    prompts = {
+        name: chat_of('qwen2_5', p).tokenizer.decode(chat_of('qwen2_5', p).prompt_ids('Who?'))
+        for name, p in PROTOCOLS.items()
+    }
+    tags = {
+        'tips': 'think tool_call tool_response answer', 'tspo': 'think tool_call tool_response answer', 'search-r1':
+        'think search information answer', 'igpo': 'think search tool_response answer', 'prs':
+        'reasoning tool_call answer', 'carl': 'context'
+    }
+    assert {n for n in PROTOCOLS if not n.startswith('carl-')} == {*tags, 'tiny'}
+    for name, wanted in tags.items():
+        assert all(f'<{t}>' in prompts[name] and f'</{t}>' in prompts[name] for t in wanted.split()), name
+        assert parse(PROTOCOLS[name], '<tool_call>{"name": "browse", "arguments": {"query": "a"}}</tool_call>').error
+    assert all(f'<answer> {x} </answer>' in prompts[n]
+               for n, x in dict.fromkeys(['tips', 'tspo', 'search-r1'], 'Beijing').items() | {('prs', 'xxx')})
+    assert '"name": "search"' in prompts['tips'] and '"name": "wiki_search"' in prompts['prs'] and prompts[
+        'search-r1'].startswith('<|im_start|>system\nYou are Qwen,')
+    assert all(x in prompts['carl']
+               for x in ('```python', 'search(query)', r'\boxed{}',
+                         'You may')) and set(CARL_PROMPTS) == {'direct', 'forced', 'optional', 'multi-hop'}
+    assert all(r'\boxed{}' in x and ('```python' in x) is ('<context>' in x) is (n != 'direct')
+               for n, x in CARL_PROMPTS.items())
+    assert PROTOCOLS['prs'].think_tag == 'reasoning' and PROTOCOLS['carl'].answer_tag is None and PROTOCOLS[
+        'carl'].context_tag == 'context'
+    assert all(p.source for p in PROTOCOLS.values()) and len({hash(p) for p in PROTOCOLS.values()}) == len(PROTOCOLS)
+
+
 # ---- before a model is loaded ----
 
 @each_template
@@ -741,6 +836,13 @@ def test_good_tokenizers_pass_the_check(name, published):
     for p in PROTOCOLS.values():
         chat = check_tokenizer(family_tokenizer(name, published), p, vocabulary=1024)
         assert isinstance(chat, Chat) and chat.protocol is p
+
+
+def test_the_check_takes_what_a_chat_takes():
+    chat = check_tokenizer(family_tokenizer('qwen3'), PROTOCOLS['tiny'], options={'enable_thinking': False},
+                           history='as-sampled')
+    assert chat.history == 'as-sampled' and chat.rewrites and check_tokenizer(byte_tokenizer(None), PROTOCOLS['tiny'],
+                                                                              PLAIN).template == PLAIN
 
 
 def test_the_check_names_everything_that_is_wrong():

@@ -1,7 +1,9 @@
 """A rollout as HTML: nothing in its texts can become HTML, nothing is lost, and a browser lays it out as it should."""
 import dataclasses
+import html
 import json
 import re
+import shutil
 import subprocess
 import sys
 from html.parser import HTMLParser
@@ -13,9 +15,10 @@ from hypothesis import given, settings, strategies as st
 from nbformat.v4 import new_code_cell, new_notebook, new_output
 
 from credit_rl.metrics import normalize
+from credit_rl.recorded import read_recording
 from credit_rl.runlog import RunLog
 from credit_rl.trajectory import Group, Question, Result, Stop, Trajectory, Turn, example_group, to_json
-from credit_rl.view import _first, gold_spans, main, show_group, show_rollout, show_run
+from credit_rl.view import _first, gold_spans, main, show_group, show_rollout, show_run, telling_group
 
 NAN = float('nan')
 ATTACKS = [
@@ -85,6 +88,35 @@ def test_any_text_is_shown_whole(action, observation):
         assert re.sub(r'\s', '', said) in re.sub(r'\s', '', text)
 
 
+def test_tags_stay_readable():
+    text = read(show_group(example_group()))
+    for t in example_group().trajectories:
+        for turn in t.turns:
+            assert turn.action_text in text and turn.observation_text in text
+
+
+def test_missing_and_zero_advantages_are_told_apart():
+    t = example_group().trajectories[1]
+    shown = show_rollout(t, [NAN, 0.0, -0.0, None])
+    assert read(shown).count('missing') == 3 and 'nothing here is learned from' in read(shown)  # the legend says it too
+    assert 'nan' not in re.sub(r'<style>.*?</style>', '', shown.html, flags=re.S).lower()
+    assert 'inf' not in read(show_rollout(t, [1.0, float('inf'), 0, 0])).replace('+inf', '')
+
+
+def test_what_was_measured_stands_under_its_turn():
+    found = {'turn_rewards': [.5], 'values': [.25], 'belief': [.125, NAN], 'potential': [-2., -1.], 'step': 3}
+    assert 'reward 0.5 · V 0.25 · belief 0.125 → missing · Φ -2 → -1' in read(show_rollout(attempt(), measured=found))
+    with pytest.raises(ValueError, match='numbers'):
+        show_rollout(attempt(), measured={'belief': [.1]})
+
+
+def test_no_answer_no_golds_and_no_text():
+    assert 'no answer' in read(show_rollout(attempt(answer=None, stop='turn_cap')))
+    assert 'turn_cap' in read(show_rollout(attempt(stop='turn_cap')))
+    assert 'gold: none' in read(show_rollout(attempt(golds=[])))
+    assert read(show_rollout(attempt(action='', observation='', answer='')))
+
+
 def test_rollouts_of_different_lengths_stand_in_one_grid():
     group = example_group()
     short = dataclasses.replace(group.trajectories[0], turns=group.trajectories[0].turns[:2], stop=Stop.LENGTH,
@@ -110,6 +142,67 @@ def test_gold_spans_agree_with_first_occurrence(text, golds):
     assert bool(spans) == (first_occurrence([text], golds) == 0)
     assert all(a[1] <= b[0] for a, b in zip(spans, spans[1:]))
     assert all(normalize(text[a:b]) for a, b in spans)
+
+
+def test_in_a_browser(tmp_path):
+    browser = next(filter(None, map(shutil.which, ('chromium', 'chromium-browser', 'google-chrome'))), None)
+    if browser is None:
+        pytest.skip('no chromium or google-chrome is installed: the layout is not looked at')
+    group = example_group()
+    mean = dataclasses.replace(group.trajectories[1].turns[1], observation_text=' '.join(ATTACKS) + ' Budapest')
+    lost = dataclasses.replace(group.trajectories[1], turns=[group.trajectories[1].turns[0], mean])
+    page = show_group(Group(group.question, [group.trajectories[0], lost]),
+                      [[1, -1, 0.5, 0], [0, -1, 0, 0]]).save(tmp_path / 'view.html')
+    measure = """<script>document.title = document.title + JSON.stringify({
+        cards: [...document.querySelectorAll('.crl-turn')].map(e => {
+            const r = e.getBoundingClientRect(); return [r.left, r.top, r.right, r.height]; }),
+        stripes: [...document.querySelectorAll('.crl-turn')].map(e => getComputedStyle(e).borderLeftColor),
+        marks: document.querySelectorAll('.crl-seen mark').length,
+        wide: document.documentElement.scrollWidth})</script>"""
+    page.write_text(page.read_text() + measure)
+    done = subprocess.run([
+        browser, '--headless', '--no-sandbox', '--disable-gpu', '--disable-background-networking', '--disable-sync',
+        '--no-first-run', f'--user-data-dir={tmp_path}/profile', '--window-size=1000,900', '--dump-dom',
+        page.as_uri()
+    ], capture_output=True, text=True, timeout=120)
+    title = re.search(r'<title>group casablanca(.*?)</title>', done.stdout)
+    assert title, f'the title was changed, or nothing was shown:\n{done.stdout[:300]}\n{done.stderr[-500:]}'
+    seen = json.loads(html.unescape(title[1]))
+    left, top, right, height = zip(*seen['cards'])
+    # turn beside turn
+    assert len(seen['cards']) == 6 and top[0] == top[4] and top[1] == top[5] and top[0] < top[1] < top[2]
+    assert left[0] < right[0] <= left[4] and height[1] == height[5] and seen['wide'] <= 1000
+    assert len(set(seen['stripes'])) == 4 and seen['stripes'][1] == seen['stripes'][5] and seen['marks'] >= 3
+
+
+def test_it_reads_well_without_its_style():
+    "JupyterLab strips the style of a notebook that it does not trust, but not the attributes."
+    t = example_group().trajectories[1]
+    plain = re.sub(r'<style>.*?</style>', '', show_rollout(t, [.71, 0., -.5, NAN]).html, flags=re.S)
+    plain = re.sub(r' class="[^"]*"', '', plain)
+    text = Reader(plain).text
+    for said in ('turn 0 · tool ok advantage  +0.71', 'advantage  0', 'advantage  −0.50', 'advantage  missing'):
+        assert said in text, text
+    numbers = re.findall(r'<b style="background-color:(rgba\([^)]*\))">', plain)
+    assert len(numbers) == 4 and len(set(numbers)) == 3 and numbers[1] == numbers[3]        # blue, grey, orange, grey
+
+
+def row(step, advantages, reward=0., question='q', kind='train'):
+    return {'kind': kind, 'step': step, 'reward': reward, 'advantages': advantages,
+            'trajectory': {'question': {'id': question}}}
+
+
+def test_the_rollouts_that_are_shown_have_credit():
+    differ, same = [row(3, [.5, -.5]), row(3, [-.1, -.1], 1.)], [row(4, [1., 1.], 1.), row(4, [-1., -1.])]
+    grey, missing = [row(5, [0., 0.], 1.), row(5, [0., 0.], 1.)], [row(6, [None, NAN]), row(6, None)]
+    after = [row(7, None, kind='after')]
+    assert telling_group(differ + same + grey + missing + after) == differ[::-1]
+    assert telling_group(same + grey + missing + after) == same
+    assert telling_group(grey + after) == grey and telling_group(after) == []
+    rounded = [row(5, [.77459514, .77459508, .77459502], 1.), row(5, [-1.2909917, -1.2909916])]     # of one number
+    assert telling_group(differ + rounded) == differ[::-1]
+    two = [row(3, [.5, -.5], question='a'), row(3, [.2, .2], question='b')]
+    assert telling_group(two) == two[:1]                          # of one question, not of all of a step
 
 
 # ---- a whole run, on one page ----
@@ -162,6 +255,14 @@ def test_a_rule_that_is_not_known_is_drawn_nowhere(tmp_path):
     grpo, ppo, igpo = data['rules']
     assert grpo['why'] is None and 'critic' in ppo['why'] and 'belief' in igpo['why'] and data['chosen'] == [0]
     assert [r['credit'][1:] for r in data['groups'][0]['rollouts']] == [[None, None]] * 3
+
+
+def test_the_scale_of_bars_is_a_percentile_and_not_one_wild_value(tmp_path):
+    "150 rollouts of 4 turns at ±1 and one turn at 500: its bar is cut, and all others can be seen."
+    trajectories = [example_group().trajectories[0]] * 150
+    advantages = [[500. if i == 0 else 1., -1., 1., -1.] for i in range(150)]
+    folder = kept(tmp_path / 'run', kept_rows(trajectories, [1.] * 150, advantages=advantages))
+    assert page_json(show_run(folder, ['grpo']).page)[0]['rules'][0]['limit'] == 1.
 
 
 def test_long_texts_are_cut_and_say_so(tmp_path):
@@ -271,6 +372,17 @@ def test_a_page_is_sorted_filtered_and_driven_by_keys(tmp_path):
         assert 'sort=disagreement' in tab.ask('location.hash') and not tab.errors
 
 
+def test_500_rollouts_open(tmp_path):
+    "No limit on time: that nothing hangs is what is tested."
+    trajectories = example_group().trajectories
+    log = RunLog(tmp_path / 'run')
+    for step in range(167): log.turns(step, kept_rows(trajectories, (1., 0., 0.)))
+    path = show_run(read_recording(tmp_path / 'run', None), ['grpo', 'tspo']).save(tmp_path / 'view.html')
+    with open_tab(tmp_path) as tab:
+        tab.open(path.as_uri(), DRAWN)
+        assert '501 rollouts of 501, 167 groups' in tab.ask('document.body.innerText') and not tab.errors
+
+
 def test_in_a_real_jupyterlab(tmp_path):
     "A trusted notebook shows the page in a frame, one that is not says why there is none; neither reports an error."
     find_browser()
@@ -304,3 +416,8 @@ def test_the_page_opens_where_rules_disagree_most():
     groups = [group([1., 1.], [2., 2.]), group([1., 1.], [-2., 2.]), group([1., 0.], [2., 0.])]
     assert _first(groups, {0: 1., 1: 2.}) == 1 and _first(groups, {0: 1.}) == 2
     assert _first([group([0., 0.], None), group([0., None], None)], {0: 1., 1: None}) == 0 and _first([], {}) == 0
+
+
+def test_a_turn_of_blanks_can_be_seen(tmp_path):
+    "On the page too, where Chromium lays it out."
+    assert '3 blanks' in show_group(Group(attempt().question, [attempt(action=' \n ')])).html

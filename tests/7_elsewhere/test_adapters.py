@@ -12,7 +12,7 @@ import torch
 from torch.testing import assert_close
 
 from credit_rl import adapters, dumps
-from credit_rl.adapters import Arrays, assign_arrays, estimator, response_arrays, turns_from_mask
+from credit_rl.adapters import Arrays, assign_arrays, estimator, response_arrays, rewards_of_turns, turns_from_mask
 from credit_rl.layout import pack
 from credit_rl.methods import METHODS, get_method
 from credit_rl.parts import Measured, assign
@@ -235,6 +235,22 @@ def test_arrays_of_a_rollout_in_several_rows_get_our_advantages():
 
 # ---- what arrays say ----
 
+def test_turns_are_runs_of_the_mask():
+    groups = toy()
+    layout = pack(groups)
+    assert_close(turns_from_mask(layout.trained), layout.token_turns)
+
+
+def test_rewards_lie_on_their_turn_or_behind_it():
+    turns = turns_from_mask(torch.tensor([[0, 1, 1, 0, 0, 1, 0]]))
+    for at in (1, 2, 3, 4):
+        rewards = torch.zeros(1, 7)
+        rewards[0, at], rewards[0, 6] = .5, 1.
+        outcome, table = rewards_of_turns(rewards, turns)
+        assert outcome.tolist() == [1.] and table.tolist() == [[.5, 0.]]
+    with pytest.raises(ValueError, match='before'): rewards_of_turns(torch.ones(1, 7), turns)
+    with pytest.raises(ValueError, match='like'): rewards_of_turns(torch.ones(1, 6), turns)
+
 
 @pytest.mark.parametrize('name', ['tspo', 'mt-grpo', 'mt-grpo*', 'igpo'])
 def test_a_rule_of_turns_is_refused_outcomes_alone(name):
@@ -256,6 +272,14 @@ def test_a_missing_measure_and_an_empty_row_leave_the_comparison():
     pair = assign_arrays('tspo', Arrays(mask[:2], [0, 0], [0., 0.], turns[:2])).advantages
     close(found[:2], pair)
     assert pair.any() and not found[2:].any()
+
+
+def test_groups_need_not_stand_side_by_side():
+    mask = torch.tensor([[1, 0, 1], [1, 1, 0], [1, 0, 1], [1, 0, 0]])
+    arrays = Arrays(mask, ['b', 'a', 'b', 'a'], [1., 0., 0., 1.])
+    order = [1, 3, 0, 2]
+    sorted_ = Arrays(mask[order], ['a', 'a', 'b', 'b'], [0., 1., 1., 0.])
+    close(assign_arrays('grpo', arrays).advantages[order], assign_arrays('grpo', sorted_).advantages)
 
 
 @pytest.mark.parametrize('given, words', [
@@ -487,6 +511,80 @@ def test_bad_rows_are_refused_by_their_number(row, words):
     with pytest.raises(ValueError, match=words): dumps.read_dump([LAYOUTS['messages'], row], 'search-r1')
 
 
+def spoken(content, calls=None, result='A film.'):
+    return [*TALK[:2], {'role': 'assistant', 'content': content, 'tool_calls': calls},
+            {'role': 'tool', 'content': result}, TALK[-1]]
+
+
+def only(row, protocol='search-r1'):
+    ((trajectory,),) = (g.trajectories for g in dumps.read_dump([row], protocol).groups)
+    return trajectory
+
+
+@pytest.mark.parametrize('protocol, call, block', [
+    ('search-r1', '<search>Casablanca</search>', 'information'),
+    ('tspo', '<tool_call>{"name": "search", "arguments": {"query": "Casablanca"}}</tool_call>', 'tool_response')])
+@pytest.mark.parametrize('between', ['', '\n', '\nuser\n', '\n\n'])
+def test_adjacent_results_are_one_turns(protocol, call, block, between):
+    "Two results side by side: no turn is invented between them, so nothing is credited that nobody did."
+    text = (f'{call}\n<{block}>one</{block}>{between}<{block}>two</{block}>\nassistant\n'
+            '<answer>Curtiz</answer>')
+    t = only({'input': 'Who made Casablanca?', 'output': text, **GOLD}, protocol)
+    assert [turn.observation_text for turn in t.turns] == ['one\ntwo', ''] and t.answer == 'Curtiz'
+    assert all(turn.action_text for turn in t.turns)
+    before = only({'input': 'Who?', 'output': f'<{block}>given</{block}>{text}', **GOLD}, protocol)
+    assert len(before.turns) == 2
+
+
+CALL = {'name': 'search', 'arguments': {'query': 'one'}}
+
+
+@pytest.mark.parametrize('calls, wanted', [
+    ([{'function': CALL}, {'function': {**CALL, 'arguments': '{"query": "two"}'}}],
+     {'name': 'search', 'queries': ['one', 'two']}),
+    ([CALL, {'name': 'open', 'arguments': {'page': 3}}],
+     {'name': 'search', 'queries': ['one', '3'], 'calls': [{'name': 'search', 'queries': ['one']},
+                                                           {'name': 'open', 'queries': ['3']}]}),
+    ([CALL, {'function': {'name': 'search', 'arguments': '{"query": '}}], {'name': 'search', 'queries': ['one']}),
+    (CALL, {'name': 'search', 'queries': ['one']}),
+    ([{'function': {'name': 'search', 'arguments': {'query_list': ['one', 'two']}}}],
+     {'name': 'search', 'queries': ['one', 'two']})])
+def test_several_calls_of_a_message_are_kept_in_order(calls, wanted):
+    t = only({'messages': spoken('', calls), **GOLD})
+    assert t.turns[0].call == wanted and t.turns[0].result == Result.OK and len(t.turns) == 2
+
+
+def test_several_calls_in_a_text_are_kept_in_order():
+    t = only({'messages': spoken('I look. <search>one</search>\n<search>two</search>'), **GOLD})
+    assert t.turns[0].call == {'name': 'search', 'queries': ['one', 'two']}
+
+
+@pytest.mark.parametrize('calls', [
+    [{'function': {'name': 'search', 'arguments': '{"query": '}}], [{}], ['search'], 'search', [None], [3],
+    [{'function': {'name': 'search', 'arguments': '[1]'}}], [{'name': 'search', 'arguments': {'query': None}}],
+    [{'function': {'name': 'search', 'arguments': '[' * 60_000}}], [{'name': 'search', 'arguments': '9' * 5000}],
+    [{'function': {'name': 'search', 'arguments': 7}}]])
+def test_a_malformed_call_is_a_malformed_turn(calls):
+    "The file is read; the turn counts as one, as it does in our own rollouts."
+    for result in ('A film.', ''):
+        t = only({'messages': spoken('', calls, result), **GOLD})
+        assert t.turns[0].result == Result.MALFORMED and t.turns[0].call is None and t.turns[0].kind == 'tool'
+        assert t.answer == 'Curtiz'
+
+
+def test_a_null_score_is_missing():
+    rows = [{'messages': TALK, **GOLD, **given} for given in (
+        {'reward': None}, {'score': None}, {'reward': None, 'score': .5}, {'reward': 0}, {'reward': '1'})]
+    rewards = dumps.read_dump(rows, 'search-r1').rewards
+    assert rewards.isnan().tolist() == [True, True, False, False, False] and rewards[2:].tolist() == [.5, 0., 1.]
+
+
+def test_parts_of_a_message_may_be_null_or_text():
+    talk = [TALK[1], {**TALK[2], 'content': [{'type': 'text', 'text': '<search>one</search>'}, {'text': None}, ' ']},
+            *TALK[3:]]
+    assert only({'messages': talk, **GOLD}).turns[0].call['queries'] == ['one']
+
+
 def test_bad_lines_and_empty_files_are_refused(tmp_path):
     path = tmp_path / 'dump.jsonl'
     path.write_text(json.dumps(LAYOUTS['messages']) + '\n{"messages": \n')
@@ -615,6 +713,19 @@ def test_what_a_trainer_did_with_turn_rewards_is_said(made, words):
     said, table = adapters.explain_advantages(PAID, made())
     for word in words: assert word in said, said
     assert table.earned.tolist() == [0., 0., 1., 0., .5, 0., 0., 0.] and table.tokens.sum() == 10
+
+
+def test_turn_ids_part_turns_that_a_mask_joins():
+    "Two turns side by side, the second with a hole: as if a token of the environment stood between."
+    apart = Arrays([[1, 1, 0, 1, 1], [1, 1, 0, 1, 1]], ['q', 'q'], [0., 0.], [[1., 0.], [0., .5]])
+    joined = replace(apart, mask=[[1, 1, 1, 0, 1], [1, 1, 1, 0, 1]], turn_ids=[[4, 4, 9, 9, 9]] * 2)
+    ours, wanted = (assign_arrays('igpo', x).advantages for x in (joined, apart))
+    torch.testing.assert_close(ours[:, [0, 1, 2, 4]], wanted[:, [0, 1, 3, 4]])
+    said, table = adapters.explain_advantages(joined, ours)
+    assert 'igpo on what each turn earned' in said and table.turn.tolist() == [0, 1, 0, 1]
+    assert table.tokens.tolist() == [2] * 4 and table.earned.tolist() == [1., 0., 0., .5]
+    with pytest.raises(ValueError, match='turn_ids'): replace(joined, turn_ids=[[1, 1]])
+    with pytest.raises(ValueError, match='earlier'): replace(joined, turn_ids=[[1, 2, 1, 1, 1]] * 2).token_turns
 
 
 def test_a_batch_with_turn_ids_in_a_file_is_explained(tmp_path, capsys):

@@ -18,11 +18,11 @@ from credit_rl.studies import lab
 from credit_rl.studies.games import (action_chances, asking, chain, earnings_before, game_values, group_moves,
                                      many_parts, near_miss, repair, searches, silent, stopping)
 from credit_rl.groups import group_normalize, index_groups
-from credit_rl.studies.lab import (FORETOLD, TRIALS, LabChoice, Pupils, all_groups, belief_noise, beliefs_of,
-                                   censored_mean, estimate_of, exact_estimate, get_contender, histories,
-                                   judge_expected, lab_table, learn, map_page, move_weights, read_learned, run_lab,
-                                   sampled_estimate, step_ratio, true_gradient, turn_gradients, turn_weights,
-                                   unit_rate, foretell_lab)
+from credit_rl.studies.lab import (CHARTS, FORETOLD, TRIALS, LabChoice, Pupils, all_groups, belief_noise, beliefs_of, best_rate,
+                           censored_mean, chart_figure, estimate_of, exact_estimate, get_contender, get_trial,
+                           histories, judge_expected, lab_table, learn, map_page, move_weights, nearest_worlds,
+                           read_learned, run_lab, sampled_estimate, step_ratio, true_gradient, turn_gradients,
+                           turn_weights, unit_rate, foretell_lab)
 from credit_rl.methods import compose
 from credit_rl.potentials import shaping_rewards
 from credit_rl.runlog import RunLog
@@ -402,6 +402,22 @@ def test_draws_have_rates_of_the_first_and_fresh_seeds_of_the_others(tmp_path):
     assert found[found.world == 'parts 1'].score.tolist()[1] == pytest.approx(1, abs=1e-4)   # one turn: exact is GRPO
 
 
+def test_exact_csv_is_filled_rule_by_rule(little, tmp_path):
+    path = tmp_path / 'exact.csv'
+    whole = (Path(little[0].run) / 'exact.csv').read_text()
+    lines = whole.splitlines(keepends=True)
+    path.write_text(''.join(line for line in lines if ',exact,' not in line))
+    for name in ('settings.json', 'learned.jsonl'): (tmp_path / name).write_bytes((Path(little[0].run) / name).read_bytes())
+    run_lab(dataclasses.replace(little[0], run=str(tmp_path)), lambda line: None)
+    assert path.read_text() == whole
+
+
+def test_the_best_rate_is_the_fastest_and_edges_are_told():
+    block = lambda *steps: {'rates': [1., 2., 4.], 'steps': list(steps)}
+    assert best_rate([block(9, 5, 7)]) == (2., 0) and best_rate([block(9, 7, 5)]) == (4., 1)
+    assert best_rate([block(5, 7, 9)]) == (1., -1) and best_rate([block(50, 60, -1)], most=55)[0] == 1.
+
+
 @pytest.fixture(scope='module')
 def little(tmp_path_factory):
     "Settings of a lab that takes a second, and what it found without a break."
@@ -414,6 +430,22 @@ def little(tmp_path_factory):
 def facts(folder):
     "What was learned, without clocks."
     return [{k: v for k, v in block.items() if k != 'seconds'} for block in read_learned(folder)]
+
+
+def test_an_interrupted_lab_goes_on(little, tmp_path):
+    "After every line that it says, it is interrupted; the same command goes on, and nothing is done twice."
+    whole, wanted = little
+    how, said = dataclasses.replace(whole, run=str(tmp_path / 'lab')), []
+
+    def say(line):
+        said.append(line)
+        raise KeyboardInterrupt
+    for _ in range(20):
+        try: run_lab(how, say)
+        except KeyboardInterrupt: continue
+        break
+    assert facts(how.run) == wanted and len(said) == len(wanted) + 1
+    assert (tmp_path / 'lab' / 'exact.csv').read_text() == (Path(whole.run) / 'exact.csv').read_text()
 
 
 def test_a_killed_lab_goes_on(little, tmp_path):
@@ -454,6 +486,12 @@ def test_the_stored_lab_is_whole(tmp_path):
     assert not said and sorted(pairs) == sorted((name, rule) for name, trial in TRIALS.items() for rule in trial.rules)
 
 
+def test_time_that_is_up_begins_nothing(little, tmp_path):
+    how = dataclasses.replace(little[0], run=str(tmp_path / 'lab'), minutes=1e-9)
+    run_lab(how, lambda line: None)
+    assert not read_learned(how.run) and not (tmp_path / 'lab' / 'exact.csv').exists()
+
+
 # ---- the map ----
 
 def test_the_table_is_of_what_was_found(little):
@@ -464,6 +502,35 @@ def test_the_table_is_of_what_was_found(little):
     judged = judge_expected(table, pd.DataFrame({'world': ['parts 1'], 'rule': ['exact'], 'expected': [1.3]}))
     assert judged.error.item() == pytest.approx(math.log(1.3)) and judged.error_always_1.item() == 0
     assert map_page(table).loc['parts 1', 'turns'] == 1
+
+
+def written(little, folder, **steps):  # rule -> (steps, turns of each step) of four seeds
+    "A folder with these results of one world, at the highest of two rates."
+    for name in ('exact.csv', 'settings.json'): (folder / name).write_bytes((Path(little[0].run) / name).read_bytes())
+    blocks = [{'world': 'parts 1', 'rule': rule, 'phase': phase, 'rates': [2., 4., 4., 4.][:len(found)],
+               'steps': found, 'turns': [each * (s if s >= 0 else 200) for s in found], 'unit': 1., 'seconds': 1.}
+              for rule, (fresh, each) in steps.items() for phase, found in (('rates', [9, 5]), ('fresh', fresh))]
+    (folder / 'learned.jsonl').write_text('\n'.join(map(json.dumps, blocks)) + '\n')
+    return lab_table(folder)
+
+
+def test_the_map_says_what_turns_cost_and_at_which_rate(little, tmp_path):
+    "Half of GRPO's steps, of eight times as many turns each: worth 2 by steps and a quarter by turns."
+    table = written(little, tmp_path, grpo=([8, 9, 8, 9], 10), exact=([4, 4.5, 4, 4.5], 80))
+    row = table.set_index('rule').loc['exact']
+    assert row.steps == pytest.approx(2) and row.turns == pytest.approx(1 / 4) and row.verdict == 'ahead'
+    assert row.turns_low < 1 / 4 < row.turns_high < 1 and (row.rate, row.edge) == (4., 1)
+    assert map_page(table).loc['parts 1', 'ahead'] == 'exact ×2.00 (by turns ×0.25)'
+
+
+def test_a_rule_that_never_gets_there_is_on_the_map(little, tmp_path):
+    table = written(little, tmp_path, grpo=([8, 9, 8, 9], 10), exact=([-1, -1, 190, -1], 10))
+    row = table.set_index('rule').loc['exact']
+    assert math.isnan(row.steps) and row.reached == .25
+    assert map_page(table).loc['parts 1', ['ahead', 'never there']].tolist() == ['', 'exact']
+    chart = lab.Chart('Does it?', 'K', {'exact': [(1, 'parts 1', 'exact')]})
+    assert lab.chart_says(chart, table) == "Does it? GRPO's steps over the rule's: exact never there at 1."
+    assert [text.get_text() for text in chart_figure(chart, table).axes[1].texts] == ['never there']
 
 
 def rows_of(*found):  # (world, rule, steps, verdict)
@@ -494,3 +561,12 @@ def test_which_rule_measures_a_run_and_refuses_what_it_does_not_know(tmp_path, m
     shown = capsys.readouterr().out
     assert 'your problem: turns 2, right 0.333, near 0.5' in shown and '×1.10 (0.99 to 1.21), ahead' in shown
     with pytest.raises(SystemExit, match='known'): lab.which_main(['turns=2', 'right=.1'])
+
+
+def test_every_chart_is_drawn_of_rows_that_exist(little):
+    table = lab_table(little[0].run)
+    for chart in CHARTS.values():
+        for line in chart.lines.values():
+            for _, world, rule in line: assert rule in get_trial(world).rules
+        assert len(chart_figure(chart, table).axes) == 2
+    assert nearest_worlds(turns=16, right=.125, near=0., parts=True, count=1).keys() == {'parts 16'}

@@ -1,17 +1,23 @@
 """The package from outside: what `import credit_rl` costs and gives, and the command `credit-rl`."""
 import importlib
+import inspect
 import os
+import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from fastcore.docments import docments
 
 import credit_rl
+from credit_rl.api import HOMES, MODULES
 from credit_rl.command import VERBS, main
+from credit_rl.options import flat_options
+from credit_rl.evaluate import Evaluation, set_names
 from credit_rl.parameters import by_group, make_parser, read_settings
-from credit_rl.settings import Config, make_config
+from credit_rl.settings import Config, data_sets, make_config
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -38,11 +44,34 @@ for m in pkgutil.walk_packages(credit_rl.__path__, 'credit_rl.'): importlib.impo
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.parametrize('name', [*HOMES, *MODULES])
+def test_every_name_is_there(name):
+    assert getattr(credit_rl, name) is not None and name in dir(credit_rl)
+
+
 def test_an_unknown_name_is_an_attribute_error():
     with pytest.raises(AttributeError, match="'tspo_advantage'"):
         credit_rl.tspo_advantage
     with pytest.raises(ImportError):
         from credit_rl import tspo_advantage  # noqa: F401
+
+
+@pytest.mark.parametrize('verb, first, later', [
+    ('train', 'learning_rate', 'adamw.betas'), ('sft', 'sft.epochs', 'adamw.betas'), ('evaluate', 'model', None),
+    ('audit', 'plays', 'adamw.betas'), ('warmup', 'per_tier', 'adamw.clip'), ('longform', 'judge', None)])
+def test_help_shows_what_matters_and_help_all_every_setting_with_its_line(verb, first, later, capsys):
+    def shown(*words):
+        with pytest.raises(SystemExit): main([verb, *words])
+        text = capsys.readouterr().out
+        assert max(map(len, text.splitlines())) <= 130
+        return ' '.join(text.split())
+    few, every = shown('--help'), shown('--help', 'all')
+    assert f' {first}=' in few and (later is None or f' {later}=' not in few)
+    hidden = {'audit': ('method', 'steps', 'adamw.clip', 'log.kl'), 'sft': ('method', 'steps', 'adamw.clip', 'log.kl'),
+              'warmup': ('steps', 'group_size')}.get(verb, ())
+    assert not [name for name in hidden if f' {name}=' in every]
+    for name, option in flat_options(Evaluation if verb in ('evaluate', 'longform') else Config).items() if not hidden else ():
+        assert f' {name}={option.default!r}' in every and ' '.join(option.about.split()) in every
 
 
 @pytest.mark.parametrize('words, near', [
@@ -102,7 +131,25 @@ def test_threads_sleep_in_commands(command, policy, tmp_path):
         assert done.stdout.strip() == str(given.get('OMP_WAIT_POLICY', policy)), done.stderr
 
 
+@pytest.mark.parametrize('name, module', [('folr', 'tspo'), ('smdp', 'carl')])
+def test_modules_by_their_names_before(name, module):
+    alias, own = importlib.import_module(f'credit_rl.{name}'), importlib.import_module(f'credit_rl.{module}')
+    assert getattr(credit_rl, module) is own and own.__all__
+    assert all(getattr(alias, n) is getattr(own, n) for n in own.__all__)
+
+
 # ---- what help says ----
+
+@pytest.mark.parametrize('name', [n for n in HOMES if inspect.isfunction(getattr(credit_rl, n))])
+def test_a_docstring_of_the_package_has_a_line_for_every_argument(name):
+    "With the same shape as the comment beside it."
+    function = getattr(credit_rl, name)
+    lines = dict(re.findall(r'^(\w+): (.+)', inspect.getdoc(function), re.M))
+    comments = docments(function, returns=False)
+    assert set(lines) == set(comments) == set(inspect.signature(function).parameters)
+    for argument, comment in comments.items():
+        shape = re.match(r'\(.*?\)', comment)
+        assert not shape or shape[0] in lines[argument], argument
 
 
 def test_an_export_of_a_fresh_clone_changes_nothing(tmp_path):
@@ -166,6 +213,11 @@ def test_a_list_needs_no_brackets():
     assert make_config({'betas': '0.9,0.99'}).adamw.betas == [.9, .99]
 
 
+def test_sets_are_joined_by_plus_and_by_comma_everywhere():
+    for text in ('nq+hotpotqa', 'nq, hotpotqa', 'nq,hotpotqa'):
+        assert data_sets(make_config({'data': text})) == set_names(text) == ['nq', 'hotpotqa']
+
+
 @pytest.mark.parametrize('module, function, words', [
     ('search_service', 'read_corpus', ['index', 'corpus.jsonl', 'OUT']),
     ('export', 'export_run', ['export', 'run', 'OUT']),
@@ -176,3 +228,10 @@ def test_an_interrupt_ends_in_a_line(module, function, words, tmp_path, monkeypa
     monkeypatch.setattr(importlib.import_module(f'credit_rl.{module}'), function, interrupted)
     with pytest.raises(SystemExit) as ended: main([word.replace('OUT', str(tmp_path / 'out')) for word in words])
     assert ended.value.code == 130 and 'interrupted; the same command' in capsys.readouterr().err
+
+
+def test_a_model_is_exported_into_its_run_unless_a_folder_is_named(monkeypatch, capsys):
+    monkeypatch.setattr('credit_rl.export.export_run', lambda run, folder, checkpoint: folder)
+    main(['export', 'runs/x'])
+    main(['export', 'runs/x', 'models/y'])
+    assert capsys.readouterr().out == f'{Path("runs/x/model")}\nmodels/y\n'

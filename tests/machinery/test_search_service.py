@@ -23,8 +23,8 @@ from credit_rl.evaluate import Evaluation
 from credit_rl.parameters import from_settings
 from credit_rl.readers import Passage
 from credit_rl.retrieval import BM25, Retriever
-from credit_rl.search_service import (Patience, SearchCache, SearchClient, SearchError, SearchLost, SearchServer,
-                                      build, open_retriever, read_corpus)
+from credit_rl.search_service import (Patience, SearchCache, SearchClient, SearchError, SearchLost, SearchServer, build,
+                                      is_kept_searches, open_retriever, read_corpus, search_app)
 from credit_rl.settings import make_config
 from credit_rl.setup import real_search
 from credit_rl.tools import PythonTool, SearchTool
@@ -125,6 +125,32 @@ def test_a_served_index_searches_like_the_index(corpus):
         assert again
 
 
+def test_many_clients_at_once_get_their_own_answers(corpus):
+    bm25, out = BM25(corpus), {}
+    with SearchServer(bm25) as server:
+        def ask(i):
+            out[i] = [
+                SearchClient(server.url, seconds=60).search([f'text {(i + j) % 7}'], 1)[0][0].id for j in range(5)
+            ]
+        threads = [threading.Thread(target=ask, args=(i,)) for i in range(12)]
+        for t in threads: t.start()
+        for t in threads: t.join()
+    assert out == {i: [bm25.search([f'text {(i + j) % 7}'], 1)[0][0].id for j in range(5)] for i in range(12)}
+
+
+def test_the_server_speaks_search_r1(corpus):
+    with SearchServer(BM25(corpus), k=2) as server:
+        status, told = post(server.url, {'queries': ['odd', 'zebra'], 'topk': 1, 'return_scores': True})
+        assert status == 200 and list(told) == ['result'] and len(told['result']) == 2 and told['result'][1] == []
+        ((entry,), _) = told['result']
+        assert set(entry) == {'document', 'score'} and isinstance(entry['score'], float)
+        assert entry['document']['id'] == 'id1' and entry['document']['contents'] == ('"Tïtle "q""\ntext 1\nnext line '
+                                                                                      '\ud800 odd')
+        # no scores: bare documents; no topk: the server's k
+        bare = post(server.url, {'queries': ['odd']})[1]['result'][0]
+        assert len(bare) == 2 and all('contents' in d for d in bare)
+
+
 @pytest.mark.parametrize(
     'body, said',
     [
@@ -175,6 +201,15 @@ def test_passing_failures_are_tried_again_and_refusals_are_not(canned):
     url, asked = canned(None)
     with pytest.raises(SearchError, match='reached'): SearchClient(url, tries=2, **FAST).search(['q'], 3)
     assert len(asked) == 2
+
+
+def test_pauses_between_tries_double(canned, monkeypatch):
+    from credit_rl import search_service
+    pauses = []
+    monkeypatch.setattr(search_service.time, 'sleep', pauses.append)
+    url, _ = canned((503, b''))
+    with pytest.raises(SearchError): SearchClient(url, tries=4, pause=.5).search(['q'], 1)
+    assert pauses == [.5, 1, 2]
 
 
 def test_a_server_that_hangs_ends_the_run_that_asks_it(canned):
@@ -383,6 +418,24 @@ def test_a_client_that_says_half_a_sentence_keeps_nobody_waiting(corpus):
     for s in halves: s.close()
 
 
+def test_one_connection_serves_many_searches():
+    connections = set()
+    class Kept(Canned):
+        protocol_version = 'HTTP/1.1'
+        def do_POST(self):
+            connections.add(self.client_address)
+            super().do_POST()
+    server = http.server.ThreadingHTTPServer(('127.0.0.1', 0), Kept)
+    server.answers, server.asked, server.daemon_threads = [answer([ENTRY])], [], True
+    threading.Thread(target=server.serve_forever, kwargs={'poll_interval': .02}, daemon=True).start()
+    client = SearchClient(f'http://127.0.0.1:{server.server_address[1]}')
+    for _ in range(5): assert client.search(['q'], 1)[0][0].id == '4'
+    client.session.close()
+    server.shutdown()
+    server.server_close()
+    assert len(connections) == 1 and len(server.asked) == 5
+
+
 def test_answers_on_one_connection_wait_for_no_acknowledgement(corpus):
     "An answer in two packets whose second waits for the first's acknowledgement takes 40 ms, every one."
     with SearchServer(BM25(corpus)) as server:
@@ -392,6 +445,12 @@ def test_answers_on_one_connection_wait_for_no_acknowledgement(corpus):
             client.search(['odd'], 3)
             delays.append(time.monotonic() - start)
     assert min(delays[30:]) < .03, sorted(delays[30:])
+
+
+def test_the_extra_is_named_where_it_is_missing(corpus, monkeypatch):
+    monkeypatch.setitem(sys.modules, 'fastapi', None)
+    for call in (lambda: SearchServer(BM25(corpus)), lambda: search_app(BM25(corpus))):
+        with pytest.raises(ImportError, match='install'): call()
 
 
 # ---- several processes ----
@@ -538,6 +597,14 @@ def test_a_smaller_answer_leaves_the_larger_one(tmp_path):
     first.search(['a'], 5)
     other.search(['a'], 3)
     assert SearchCache(tmp_path / 'kept').search(['a'], 5) == Counting().search(['a'], 5)
+
+
+def test_kept_searches_are_known_as_they_are_read(tmp_path):
+    SearchCache(tmp_path / 'kept', Counting()).search(['a'], 1)
+    whole = (tmp_path / 'kept').read_bytes()
+    for written in (whole, b'\xef\xbb\xbf' + whole, whole.replace(b'\n', b'\r\n')):
+        (tmp_path / 'other').write_bytes(written)
+        assert is_kept_searches(tmp_path / 'other') and SearchCache(tmp_path / 'other').search(['a'], 1)
 
 
 def test_several_processes_may_keep_in_one_file(tmp_path, root):

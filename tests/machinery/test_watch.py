@@ -1,7 +1,11 @@
 """A run is watched from its folder alone: before it begins, while it writes, when it is killed, when it has ended."""
+import gzip
 import io
 import json
+import math
 import os
+import pty
+import select
 import subprocess
 import sys
 import time
@@ -9,9 +13,10 @@ from pathlib import Path
 
 import pytest
 
+from credit_rl import watch as watching
 from credit_rl.runlog import RunLog
 from credit_rl.trajectory import example_group, to_json
-from credit_rl.watch import Status, follow, main, read_status, screen, watch
+from credit_rl.watch import NewestRollouts, Status, follow, main, plot, read_status, screen, watch
 
 ROOT = Path(__file__).resolve().parents[2]
 SUMMARY = {'final_em': .5, 'base_em': .25, 'questions': 600, 'best_step': 3, 'seconds': 150, 'steps': 3}
@@ -42,6 +47,12 @@ def test_a_run_that_has_not_begun(tmp_path):
     status = read_status(tmp_path / 'run')
     assert status.phase == 'starting' and 'no line yet' in status.line and screen(status)
     assert read_status(tmp_path / 'run', now=time.time() + 1e6).phase == 'starting'      # of its pace nothing is known
+
+
+def test_a_damaged_summary_is_said(tmp_path):
+    begin(tmp_path / 'run')
+    (tmp_path / 'run' / 'summary.json').write_text('{"final_em": .5')
+    assert 'summary.json' in read_status(tmp_path / 'run').line
 
 
 def test_a_last_line_that_is_cut_is_left_for_the_next_look(tmp_path):
@@ -102,6 +113,32 @@ def test_an_ended_run_says_what_came_of_it(tmp_path):
     assert read_status(tmp_path / 'run').line == 'ended'
 
 
+def member(*steps):
+    return gzip.compress(''.join(json.dumps({'step': s}) + '\n' for s in steps).encode())
+
+
+def test_rollouts_are_read_on_where_the_last_look_ended(tmp_path):
+    path, newest = tmp_path / 'turns.jsonl.gz', NewestRollouts(tmp_path, most=3)
+    path.write_bytes(member(1, 1) + member(2, 2))
+    assert [r['step'] for r in newest.read()] == [1, 2, 2] and newest.end == path.stat().st_size
+    with open(path, 'ab') as f: f.write(member(3)[:7])
+    assert [r['step'] for r in newest.read()] == [1, 2, 2]
+    path.write_bytes(member(1, 1) + member(2, 2) + member(3) + member(4))
+    assert [r['step'] for r in newest.read()] == [2, 3, 4]
+    longer = member(1) + member(*range(90, 400))                         # cut back to step 1, and longer than it was
+    assert len(longer) > newest.end
+    path.write_bytes(longer)
+    assert [r['step'] for r in newest.read()] == [397, 398, 399]
+    path.write_bytes(member(1) + b'no gzip' * 2000)
+    with pytest.raises(ValueError, match='damaged'): newest.read()
+
+
+def test_many_pieces_are_read_whole(tmp_path):
+    steps = range(3000)
+    (tmp_path / 'turns.jsonl.gz').write_bytes(b''.join(member(s) for s in steps))
+    assert [r['step'] for r in NewestRollouts(tmp_path, most=None).read()] == list(steps)
+
+
 def test_what_a_model_wrote_steers_no_terminal():
     hostile = '\x1b[2J\x07\r\n\u202egold\x9b31m'
     row = {**rows(1)[0], 'step': 1}
@@ -109,6 +146,24 @@ def test_what_a_model_wrote_steers_no_terminal():
     status = Status(Path(f'run{hostile}'), 'running', hostile, {'method': hostile}, {1: {'reward': 1.}}, [row])
     text = '\n'.join(screen(status, 400, 40))
     assert not [c for c in text if not c.isprintable() and c != '\n'] and 'gold' in text
+
+
+@pytest.mark.parametrize('width, height', [(20, 3), (40, 10), (80, 24), (250, 60)])
+def test_a_screen_fits(tmp_path, width, height):
+    metrics = {s: {name: math.sin(s) for name in watching._CURVES} for s in range(50)}
+    newest = [{**r, 'step': 1} for r in rows(1)]
+    status = Status(tmp_path, 'running', 'step 49 of 60', {'method': 'tspo'}, metrics, newest)
+    lines = screen(status, width, height)
+    assert len(lines) <= height and max(map(len, lines)) <= width
+    assert ('newest rollouts' in '\n'.join(lines)) == (height >= 10)
+
+
+def test_a_curve_goes_from_its_least_to_its_largest_value():
+    up = plot([0., 1., 2., 3.], 2, 1)[0]
+    assert [ord(c) - 0x2800 for c in up] == [0x40 | 0x20, 0x02 | 0x08]     # a dot a column, each a level higher
+    gap = plot([0., math.nan, math.nan, 1.], 2, 1)[0]
+    assert ord(gap[0]) & 0xff and ord(gap[1]) & 0xff                                   # a line goes on to the next
+    assert plot([5., math.inf, 5.], 2, 1) == plot([5., math.nan, 5.], 2, 1)
 
 
 def test_a_look_that_is_no_terminal_is_one_look(tmp_path, capsys):
@@ -126,6 +181,46 @@ def test_a_look_that_is_no_terminal_is_one_look(tmp_path, capsys):
     for wrong in ([str(tmp_path / 'run/params.yaml')], [str(tmp_path / 'run'), '--every', '0']):
         with pytest.raises(SystemExit) as end: main(wrong)
         assert end.value.code == 2
+
+
+def test_a_reader_that_stops_is_no_error(tmp_path):
+    begin(tmp_path / 'run')
+    write_lines(tmp_path / 'run', *range(10, 20))
+    done = subprocess.run(f'{sys.executable} -m credit_rl.watch {tmp_path}/run | true', shell=True, timeout=300,
+                          capture_output=True, text=True)
+    assert done.stderr == ''
+
+
+def test_a_terminal_is_redrawn_in_place_until_the_run_ends(tmp_path):
+    "The command in a terminal of its own, from before the run begins until its summary."
+    master, slave = pty.openpty()
+    process = subprocess.Popen([sys.executable, '-m', 'credit_rl.watch', str(tmp_path / 'run'), '--every', '0.1'],
+                               stdout=slave, stdin=slave, stderr=slave,
+                               env={**os.environ, 'COLUMNS': '90', 'LINES': '30'})
+    os.close(slave)
+    seen = ''
+    def wait_for(text):
+        nonlocal seen
+        until = time.monotonic() + 120
+        while text not in seen and time.monotonic() < until:
+            if select.select([master], [], [], .2)[0]: seen += os.read(master, 1 << 16).decode(errors='replace')
+        assert text in seen, seen[-2000:]
+    try:
+        wait_for('waiting')
+        log = begin(tmp_path / 'run', steps=3)
+        wait_for('starting')
+        log.metrics(1, reward=.5, answer_rate=1., em=.5)
+        log.metrics(2, reward=.75, answer_rate=1., em=.5)
+        log.turns(2, rows(2))
+        wait_for('step 2 of 3')
+        wait_for('Budapest')
+        log.summary(SUMMARY)
+        wait_for('ended: EM 0.500')
+        assert process.wait(60) == 0 and seen.count('\x1b[H') >= 4 and '\x1b[2J' not in seen
+    finally:
+        process.kill()
+        process.wait(20)
+        os.close(master)
 
 
 def test_a_real_run_is_followed_from_before_its_start_to_its_end(tmp_path):

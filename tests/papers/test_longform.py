@@ -278,9 +278,9 @@ def test_the_papers_file_is_cited_and_runs_with_a_local_model(tmp_path):
 LONG = {p.stem: p for p in kept(ROOT, 'runs/params/*_long*_qwen3_*.yaml')}
 # of the sample, with a judge on this machine: sizes and host, and nothing else
 SMALL = dict(path=str(SAMPLE), corpus=str(PAGES), steps=2, group_size=4, questions_per_step=2, dev_questions=1,
-             test_questions=1, eval_every=2, max_tokens=4096, turn_tokens=512, recompute=True, minibatches=1, ranks=1,
-             engine='hf', vllm={}, dtype='float32', track='', **{'template.options': {}, 'learner.kind': 'plain',
-                                                               'learner.deepspeed': {}, 'torch.threads': 1})
+             test_questions=1, eval_every=2, max_tokens=4096, turn_tokens=512, threads=1, recompute=True, minibatches=1,
+             learner='plain', ranks=1, deepspeed={}, engine='hf', vllm={}, dtype='float32', template_options={},
+             track='')
 
 
 class Chatty(ScriptedEngine):
