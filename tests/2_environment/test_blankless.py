@@ -6,6 +6,7 @@ import warnings
 
 import pytest
 import torch
+from hypothesis import given, settings, strategies as st
 
 from credit_rl.datasets import load_questions
 from credit_rl.environment import Conversation, Source, make_environment
@@ -46,6 +47,17 @@ def test_a_search_finds_what_is_said_in_the_midst_of_a_clause(query, gold, page,
         assert again.bigrams and (again.scores([query]) == index.scores([query])).all()
         assert read_index(tmp_path / folder)['bigrams'] is True
     with pytest.warns(UserWarning, match='bigrams'): BM25(passages, bigrams=False).search([query], 1)
+
+
+@each
+@settings(deadline=None, max_examples=20)
+@given(data=st.data())
+def test_whatever_two_letters_stand_side_by_side_are_found(query, gold, page, other, data):
+    letters = sorted({c for c in query + gold + page if unicodedata.category(c)[0] == 'L'})
+    said = data.draw(st.text(letters, min_size=2, max_size=12))
+    start = data.draw(st.integers(0, len(said) - 2))
+    part = said[start:data.draw(st.integers(start + 2, len(said)))]
+    assert BM25([Passage('0', '', said + '。'), Passage('1', '', 'x')]).scores([part])[0][0] > 0
 
 
 def test_english_is_searched_as_before(tmp_path):
