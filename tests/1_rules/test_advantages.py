@@ -89,7 +89,8 @@ every_rule = pytest.mark.parametrize('rule', RULES.values(), ids=RULES)
 brief = settings(max_examples=15)
 
 
-@given(batches(st.integers(-3, 3).map(float)), st.floats(-5, 5), st.floats(0.1, 10))
+# a power of two scales exactly: another may open a spread of one bit where there was none
+@given(batches(st.integers(-3, 3).map(float)), st.floats(-5, 5), st.sampled_from([.125, .25, .5, 2., 8.]))
 def test_shift_and_scale_do_not_matter(batch, shift, scale):
     x, mask, groups = batch
     anchors = anchors_of(x)
