@@ -551,7 +551,8 @@ def _play(plan, questions, player, each, progress=None):
         if s.gaps: rows = [{**r, 'gap': _smallest_gap(engine.model, t)} for r, t in zip(rows, trajectories)]
         if s.tries > 1:
             for row in rows: open_tries.setdefault(row['id'], []).append(row)
-            rows = [_pooled(open_tries.pop(i)) for i in dict.fromkeys(r['id'] for r in rows) if len(open_tries[i]) == s.tries]
+            whole = [i for i in dict.fromkeys(r['id'] for r in rows) if len(open_tries[i]) == s.tries]
+            rows = [_pooled(open_tries.pop(i)) for i in whole]
         if rows: each(rows)
     most = len(questions) if s.tries == 1 else _TOGETHER                  # rollouts are let go of after so many questions
     for i in range(0, len(questions), most):

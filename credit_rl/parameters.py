@@ -233,12 +233,15 @@ def _params_file(path):
     raise FileNotFoundError(f'--params: there is no file {path}' + ''.join(f'; did you mean {known[n]}?' for n in near))
 
 def _merge_nested(settings, over, known):
-    "Settings with others put over them, those of one key of a dict into that dict: dict."
-    settings = dotted(settings, known)
-    for name, value in dotted(over, known).items():
-        whole, dot, key = name.partition('.')
-        inside = dot and name not in known and whole in known and isinstance(known[whole].default, dict)
-        settings |= {whole: {**(settings.get(whole) or {}), key: value}} if inside else {name: value}
+    "Settings with others put over them, those of one key of a dict into that dict, which may be a group's: dict."
+    settings, dicts = dotted(settings, known), [n for n in known if isinstance(known[n].default, dict)]
+    def of_today(name):
+        head, dot, key = name.partition('.')
+        return f'{MOVED[head]}.{key}' if dot and MOVED.get(head) in dicts else name
+    for name, value in dotted({of_today(n): v for n, v in over.items()}, known).items():
+        whole = next((n for n in dicts if name not in known and name.startswith(f'{n}.')), None)
+        inside = whole and {whole: {**(settings.get(whole) or {}), name.removeprefix(f'{whole}.'): value}}
+        settings |= inside or {name: value}
     return settings
 
 # %% ../nbs/machinery/06_parameters.ipynb #p0604

@@ -128,19 +128,12 @@ def _embedder(name):
     return SentenceTransformer(name, trust_remote_code=False).encode
 
 # %% ../nbs/5_run/65_prepare.ipynb #c011
-def _pooled_tiers(how, env, questions, model):
-    "Tiers of questions by a pool: (Q,) long. Raises ValueError where it lacks some."
-    found = pool_tiers(how.pool, questions, how.metric, prompt_hash(env.chat.protocol), model)
-    if missing := [q.id for q in questions if (q.source, q.id) not in found]:
-        raise ValueError(f'pool={how.pool} lacks {len(missing)} of {len(questions)} questions, such as {missing[0]!r}: '
-                         'the command that made it goes on with more (its split, its number of questions)')
-    return torch.tensor([found[q.source, q.id] for q in questions])
-
 def _gather(path, player, env, questions, how, other, embed, say, model):
     """Rollouts to teach or to examine on, collected by all ranks as `how` and `other` say, or read from the file where
     they were kept: `WarmupRollouts`."""
     if not player.ranks.once(path.exists):
-        known = how.pool and player.ranks.once(lambda: _pooled_tiers(how, with_prompt(env, 'direct'), questions, model))
+        asked = lambda: prompt_hash(with_prompt(env, 'direct').chat.protocol)
+        known = player.ranks.once(lambda: pool_tiers(how.pool, questions, how.metric, model, asked())) if how.pool else None
         found = collect(player, env, questions, how, other, _embedder(embed), say, known)
         player.ranks.once(lambda: found.save(path))
         player.ranks.once(lambda: shutil.rmtree(path.with_name('played'), ignore_errors=True))

@@ -478,7 +478,8 @@ class Run:
         self.segments = bool(self.setup.chat.protocol.context_tag)
         taught = {part: taught_tiers(self.setup.questions.get(part, ())) for part in ('train', 'dev')}
         asked = self.setup.questions.get('train', ())
-        self.tiers = pool_tiers(c.log.pool, asked, self.metric) if c.log.pool else taught['train'] or known_tiers(from_warmup)
+        self.tiers = pool_tiers(c.log.pool, asked, self.metric, c.model, some=True) if c.log.pool else \
+            taught['train'] or known_tiers(from_warmup)
         # a gate is read again by the tiers that it was passed by
         self.dev_tiers = known_tiers(from_warmup, 'dev') or taught['dev']
         self.answers = _AnswerCheck(c.stop.unanswered, self.method.services, self.say)

@@ -49,25 +49,34 @@ def pool_tiers(
     folder,       # of a pool, see `pool_main`
     questions,    # list of Question
     metric='em',  # outcome, see outcome_rewards; 1 is right
-    asked=None,   # `prompt_hash` that the pool must have been asked under; None: any
     model=None,   # folder or name of the model that it must be of; None: any
+    asked=None,   # `prompt_hash` that it must have been asked under; None: any
+    some=False,   # whether questions may be missing
 ):
-    """Tiers of those questions that a pool holds (CARL appendix C): dict (source, id) → 2 where one of its answers is
-    right, else 1. Raises ValueError on a pool of another prompt or model, and on a folder that is none."""
+    """Tiers of questions by a pool (CARL appendix C): dict (source, id) → 2 where one of its answers is right, else 1.
+    Raises ValueError on a pool of another prompt, model or reward, on one that lacks questions, and on a folder that is
+    none."""
     wanted, found = {question_key(q): q for q in questions}, {}
     for place in set_folders(folder):
         about = read_manifest(place)
         if 'tries' not in about['decoding']: raise ValueError(f'{place} is no pool: wanted what credit-rl pool wrote')
+        if about['metric']['name'] == 'reward':
+            raise ValueError(f"{place} was paid by a reward of one's own, and a pool keeps answers alone: leave pool out")
         if asked not in (None, about['prompt_hash']):
             raise ValueError(f'{place} was asked under another prompt, of {about["protocol"]["name"]!r}: make a pool by '
                              'the protocol, and the words, that are asked here without tools')
-        if model not in (None, about['model']['name']) and json_hash(model_hashes(local_folder(model))) != about['model']['hash']:
+        if model not in (None, about['model']['name']) and \
+                json_hash(model_hashes(local_folder(model))) != about['model']['hash']:
             raise ValueError(f'{place} is of the model {about["model"]["name"]}, wanted one of {model}: make a pool of it')
         for row in Journal(place/'turns.jsonl.gz', packed=True).rows():
             key = f'{row["dataset"]}:{row["id"].removeprefix(row["dataset"] + ":")}'
             if q := wanted.get(key):
                 right = any(outcome_of(Trajectory(q, (), (), Stop.ANSWER, a), metric) == 1 for a in row['answers'])
                 found[q.source, q.id] = 1 + right
+    missing = [q.id for q in questions if (q.source, q.id) not in found]
+    if missing and not some:
+        raise ValueError(f'the pool {folder} lacks {len(missing)} of {len(questions)} questions, such as {missing[0]!r}: '
+                         'the command that made it goes on with more (its split, its number of questions)')
     return found
 
 # %% ../nbs/4_learning/54_warmup.ipynb #c009
@@ -581,15 +590,15 @@ def collect(
     other=None,  # Environment that searches elsewhere, for the other share; None: all search in `env`
     embed=None,  # as for cluster_questions
     say=lambda line: None,  # function called with a line of text
-    known=None,  # (Q,) long, tiers that are known already; None: they are played
+    known=None,  # dict (source, id) → tier, see pool_tiers; None: tiers are played
 ):
     """Sort questions into tiers and play those that are chosen under every prompt (CARL appendix C): `WarmupRollouts`.
     At random no tier is asked for, and each is 0. Raises ValueError where a tier is empty."""
     if how.collected == 'random' and how.prompts_by == 'all': tier = torch.zeros(len(questions), dtype=torch.long)
-    elif known is not None: tier = known
+    elif known: tier = torch.tensor([known[q.source, q.id] for q in questions])
     else: tier = tiers(player.play(with_prompt(env, 'direct'), questions, how.tries, 'tiers', how.seed), how.metric)
     found = [int((tier == t).sum()) for t in (1, 2)]
-    if any(found): say(f'{len(questions)} questions: {found[1]} that it knows (Tier 2), {found[0]} that it does not (Tier 1)')
+    if any(found): say(f'{len(questions)} questions: {found[1]} that it knows (Tier 2), {found[0]} that it does not')
     if 0 in found and any(found):
         raise ValueError(f'all {len(questions)} questions are of Tier {int(tier[0])}: a critic cannot learn what '
                          'tells the tiers apart; take other questions')

@@ -164,7 +164,8 @@ def examine_base(agent, tries=5, progress=None, pool=None):  # folder of a pool,
     step, a, direct = progress or (lambda line: None), agent, with_prompt(agent.env, 'direct')
     step('what the base knows')
     if pool:
-        found = a.ranks.once(lambda: pool_tiers(pool, a.questions, a.metric, prompt_hash(direct.chat.protocol), a.name))
+        asked = prompt_hash(direct.chat.protocol)
+        found = a.ranks.once(lambda: pool_tiers(pool, a.questions, a.metric, a.name, asked))
         tier = [found[q.source, q.id] for q in a.questions]
     else: tier = tiers(a.play(a.base, direct, a.sampling, tries, seed_of('tiers', a.seed)), a.metric).tolist()
     step('what the base does')

@@ -1,5 +1,6 @@
 """From files to numbers: nine sets through one command, a scripted player whose score is known beforehand, manifests,
 and what a replay notices."""
+import dataclasses
 import gzip
 import json
 import math
@@ -810,5 +811,8 @@ def test_a_pool_keeps_answers_goes_on_and_tells_tiers_by_any_metric(tmp_path, mo
                          zip(questions, sorted(rows, key=lambda r: [q.id for q in questions].index(r['id'])))}
     assert set(found.values()) == {1, 2} and len(pool_tiers(folder, questions[:1])) == 1
     with pytest.raises(ValueError, match='prompt'): pool_tiers(folder, questions, asked='other')
+    more = [*questions, dataclasses.replace(questions[0], id='other')]
+    with pytest.raises(ValueError, match='lacks 1 of'): pool_tiers(folder, more)
+    assert pool_tiers(folder, more, some=True) == pool_tiers(folder, questions)
     with pytest.raises(ValueError, match='pool'): replay_evaluation(folder, engine=engine())
     with pytest.raises(ValueError, match='greedy'): quiet({**settings, 'greedy': True}, engine=engine())

@@ -187,9 +187,9 @@ def test_a_setting_is_written_in_one_way_and_an_argument_in_another(typed, near,
 def test_an_option_is_set_by_its_name_in_the_dict(tmp_path):
     (tmp_path / 'p.yaml').write_text('options: {alpha: 1.0, ddof: 1}')
     settings, _ = read('--params', str(tmp_path / 'p.yaml'), 'options.alpha=0.5', 'options.overlong.buffer=9',
-                       'vllm.dtype=bfloat16', 'world.size=60')
+                       'vllm.dtype=bfloat16', 'world.size=60', 'deepspeed.steps_per_print=9', 'learner.deepspeed.zero=1')
     assert settings == {'options': {'alpha': .5, 'ddof': 1, 'overlong.buffer': 9}, 'vllm': {'dtype': 'bfloat16'},
-                        'world': {'size': 60}}
+                        'world': {'size': 60}, 'learner.deepspeed': {'steps_per_print': 9, 'zero': 1}}
     with pytest.raises(ValueError, match='setting'): make_config(read('metod.x=1')[0])
 
 
