@@ -794,7 +794,7 @@ class Learner:
         count = f', as were those of {self.refused[name] - 1} updates before it' if self.refused[name] > 1 else ''
         raise BadStep(f'update {self.updates + 1}: the gradient is not finite (norm {norm}, loss {loss:.4g}){count}, '
                       'so the weights were left as they were; try a smaller learning_rate, or for a few such updates '
-                      'on_bad_step=skip')
+                      'stop.bad_step=skip')
 
 # %% ../nbs/4_learning/52_learner.ipynb #c061
 def _read_saved(folder):

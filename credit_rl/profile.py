@@ -22,7 +22,7 @@ _LINES = {  # clocks inside a step, in the order of the loop, with what a run ma
     'update': ('forward, backward and steps of the optimiser', 'set row_tokens as high as memory allows, or tree=true'),
     'load': ('handing the weights to the engine', "look at the engine's transfer"),
 }
-_REST = ('laying out, credit, writing', 'look at what the run logs: log_rollouts, measure')
+_REST = ('laying out, credit, writing', 'look at what the run logs: log.rollouts, measure')
 _BETWEEN = {'dev': ('development questions', 'raise eval_every, or ask fewer dev_questions'),
            'gate': ('examining the critic again', 'raise eval_every'),
            'checkpoint': ('saving', 'raise eval_every')}
@@ -88,7 +88,7 @@ def _describe_profile(folder):  # of a run of training
     about, total = _LINES | {'rest': _REST} | _BETWEEN, sum(spent.values())
     lines = [f'{total:.3g} s a step:', *(f'  {name:12}{s:8.3g} s {s / total:5.0%}  {about[name][0]}'
                                          for name, s in spent.items()), _dominant(spent)]
-    if not kept: return [*lines, 'no rollouts were kept (log_rollouts), so tokens are not counted']
+    if not kept: return [*lines, 'no rollouts were kept (log.rollouts), so tokens are not counted']
     return [*lines, f'tokens of the {kept} rollouts that were kept, one batch a step:',
             *(f'  {name:12}{tokens[name]:10,}' for name in KINDS), _shared_line(tokens)]
 

@@ -88,7 +88,7 @@ def read_recording(
     places = [folder] if (folder/name).exists() else sorted(p.parent for p in folder.glob(f'*/{name}'))
     if not places:
         raise FileNotFoundError(f'{folder} holds no {name}; wanted the folder of a run that kept rollouts, as '
-                                'log_rollouts of a training and every evaluation do')
+                                'log.rollouts of a training and every evaluation do')
     params = read_params(folder) if (folder/'params.yaml').exists() else {}
     rows = [row for place in places for row in read_turns(place)]
     # the attempts that hold the last `most` rollouts, whole, and how many rollouts stand before them

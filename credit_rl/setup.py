@@ -201,7 +201,7 @@ def real_questions(
 ):
     """Train, dev and test questions of a data set, none of them in two parts: dict of lists.
 
-    Dev and test questions are drawn from `dev_split`, train questions from what they leave of `train_split`. A single
+    Dev and test questions are drawn from `splits.dev`, train questions from what they leave of `splits.train`. A single
     file is all splits at once: a question's part is that of its text (`in_parts`), or in a file of one's own what a
     column says. A set whose splits are the parts of a run (`real`) gives a draw of each. Raises ValueError on too few
     questions.
