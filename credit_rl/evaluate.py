@@ -597,7 +597,7 @@ def _was_begun(folder, plan):
 def _is_done(folder, plan):
     "Tell whether a set is evaluated already. Raises ValueError if that was with other inputs."
     if not _was_begun(folder, plan): return False
-    played, asked = {r['id'] for r in read_turns(folder)}, set(plan.manifest['questions']['ids'])
+    played, asked = {r['id'] for r in read_turns(folder, pool=True)}, set(plan.manifest['questions']['ids'])
     if asked - played:
         raise ValueError(f'{folder}/turns.jsonl.gz lacks {len(asked - played)} of {len(asked)} questions: its end is '
                          'gone. Restore it, or remove that folder, and the same command plays the set again')
@@ -633,7 +633,7 @@ def right_rows(
 # %% ../nbs/3_acting/27_evaluate.ipynb #p2701
 def _rows_so_far(place):
     "Rows of a set under way that ranks have written, in the order of their writing: list of dict."
-    return [row for part in sorted(Path(place).glob('rank-*')) for row in read_turns(part)]
+    return [row for part in sorted(Path(place).glob('rank-*')) for row in read_turns(part, pool=True)]
 
 def _ids_so_far(place, plan):
     """Ids of the questions of a set under way that were played already. Raises ValueError where that was with other
@@ -792,7 +792,6 @@ def replay_evaluation(
     say, players, out = say or (lambda line: print(line, flush=True)), {}, {}
     for place in set_folders(folder):
         before, rows = read_manifest(place), read_turns(place)
-        if 'tries' in before['decoding']: raise ValueError(f'{place} is a pool, which keeps no rollouts to play again')
         s = from_settings(Evaluation, {**before['settings'], 'hosts.file': None, 'hosts.count': 1, **dotted(changes or {}, flat_options(Evaluation))})
         check_evaluation(s)
         set_torch(s.torch.threads, s.torch.tf32)

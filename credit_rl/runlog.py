@@ -1130,13 +1130,19 @@ def has_metrics(folder):  # of a run
 # %% ../nbs/machinery/02_runlog.ipynb #c061
 _MEASURED = ('turn_rewards', 'values', 'belief', 'potential')  # of the turns or states of a rollout
 
-def read_turns(folder,     # of a run
-               step=None): # only this step's
+def read_turns(
+    folder,     # of a run
+    step=None,  # only this step's
+    pool=False, # whether the rows may be a pool's, which keep answers alone (credit-rl pool)
+):
     """Rollout rows of a run: list of dict, each with its `step`; none where none were kept. What was measured of turns
-    and states and is missing is NaN. Raises without a folder."""
+    and states and is missing is NaN. Raises without a folder, and ValueError on a pool."""
     path = Path(folder)/'turns.jsonl.gz'
-    if not path.parent.is_dir() and not is_stored(path.with_name('params.yaml')): raise FileNotFoundError(f'{folder} is not a folder; wanted that of a run, runs/NAME')
+    if not path.parent.is_dir() and not is_stored(path.with_name('params.yaml')):
+        raise FileNotFoundError(f'{folder} is not a folder; wanted that of a run, runs/NAME')
     rows = [row for row in Journal(path, packed=True).rows() if step in (None, row['step'])]
+    if rows and rows[0].get('kind') == 'pool' and not pool:
+        raise ValueError(f'{folder} is a pool, which keeps what was answered, and no rollouts')
     return [{k: list(map(_number, v)) if k in _MEASURED else v for k, v in row.items()} for row in rows]
 
 def read_params(folder):  # of a run

@@ -27,6 +27,7 @@ from credit_rl.models import model_hashes
 from credit_rl.protocol import PROTOCOLS, TEMPLATES, byte_tokenizer
 from credit_rl.retrieval import BM25
 from credit_rl.search_service import SearchCache, SearchClient, SearchServer
+from credit_rl.recorded import read_recording
 from credit_rl.runlog import read_turns
 from credit_rl.trajectory import Stop, trajectory_from_json
 from credit_rl.warmup import pool_tiers
@@ -799,12 +800,12 @@ def test_a_pool_keeps_answers_goes_on_and_tells_tiers_by_any_metric(tmp_path, mo
     settings = {'data': 'hotpotqa', 'path': str(SAMPLE), 'run': str(tmp_path / 'run'), 'model': 'r', 'split': 'train',
                 'greedy': False, 'tries': 4, 'protocol': 'direct', 'max_tokens': 10 ** 5}
     with pytest.raises(KeyboardInterrupt): quiet(settings, engine=engine())
-    assert 0 < len(read_turns(tmp_path / 'run/playing/hotpotqa/rank-0')) < len(questions)
+    assert 0 < len(read_turns(tmp_path / 'run/playing/hotpotqa/rank-0', pool=True)) < len(questions)
     folder = quiet(settings, engine=engine()) / 'hotpotqa'
-    rows = read_turns(folder)
+    rows = read_turns(folder, pool=True)
     assert len(rows) == len(questions) and {len(r['answers']) for r in rows} == {4} and 'trajectory' not in rows[0]
     whole = quiet({**settings, 'run': str(tmp_path / 'whole')}, engine=engine()) / 'hotpotqa'
-    assert [r['answers'] for r in read_turns(whole)] == [r['answers'] for r in rows]            # as if never interrupted
+    assert [r['answers'] for r in read_turns(whole, pool=True)] == [r['answers'] for r in rows]            # as if never interrupted
     for metric, right in (('em', exact_match), ('cover', cover_match)):
         found = pool_tiers(folder.parent, questions, metric)
         assert found == {(q.source, q.id): 1 + any(right(a, q.answers) for a in r['answers']) for q, r in
@@ -814,5 +815,6 @@ def test_a_pool_keeps_answers_goes_on_and_tells_tiers_by_any_metric(tmp_path, mo
     more = [*questions, dataclasses.replace(questions[0], id='other')]
     with pytest.raises(ValueError, match='lacks 1 of'): pool_tiers(folder, more)
     assert pool_tiers(folder, more, some=True) == pool_tiers(folder, questions)
-    with pytest.raises(ValueError, match='pool'): replay_evaluation(folder, engine=engine())
+    for read in (read_turns, read_recording, lambda x: replay_evaluation(x, engine=engine()), lambda x: compare_rows(x, x)):
+        with pytest.raises(ValueError, match='pool'): read(folder)                        # by whoever wants rollouts
     with pytest.raises(ValueError, match='greedy'): quiet({**settings, 'greedy': True}, engine=engine())
