@@ -370,8 +370,8 @@ steps: 30                # of reinforcement
 questions_per_step: 8    # that are asked in a step,
 group_size: 8            # and attempts at each, which are compared
 learning_rate: 3.0e-5    # at 1e-4 a model of 135 million parameters forgot to answer (runs/params/real.yaml); larger: 1.0e-6
-dev_questions: 32        # from time to time asked, to choose a checkpoint by
-test_questions: 64       # asked before and after
+dev_questions: 16        # from time to time asked, to choose a checkpoint by
+test_questions: 32       # asked before and after; more for a number to publish
 eval_every: 5
 base_questions: 8        # attempted before the first step: is there anything to learn from?
 track: ''

@@ -309,7 +309,9 @@ def _weigh(c): return memory(read_sizes(c.model), _plan(c))
 def _forecast(c, how):
     "The estimate of a fine-tuning, as lines, if every trajectory is as long as it may be."
     sizes, plan, (tflops, taken) = read_sizes(c.model), _plan(c), rank_tflops(c, c.dtype)
-    took = lambda rollouts: step_seconds(sizes, plan, Load(rollouts * c.max_tokens, c.max_tokens), tflops)
+    written = min(1., c.max_turns * c.turn_tokens / c.max_tokens)
+    load = lambda rollouts: Load(rollouts * c.max_tokens, c.max_tokens, written=written)
+    took = lambda rollouts: step_seconds(sizes, plan, load(rollouts), tflops)
     own, summary = not (how.demos or how.rollouts), Path(how.demos or '')/'summary.json'
     rows = read_json(summary)['rows'] if how.demos and summary.is_file() else how.questions * how.per_question
     played = how.questions * how.attempts * own + c.test_questions * 2
