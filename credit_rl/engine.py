@@ -520,6 +520,7 @@ def attention_window(model):  # Hugging Face causal model
 
 class HFEngine:
     "Generate with a Hugging Face causal model on its own device; the model may be the one that is being trained."
+    hollow = False   # whether a sleep cost the weights, as it may of others
 
     def __init__(self, model, tokenizer,
                  max_length=4096,     # most ids in a conversation
@@ -579,6 +580,9 @@ class HFEngine:
 
     def wake(self):
         "Nothing to do for this engine; others reload here."
+
+    def close(self):
+        "Nothing to do for this engine; others end a program here."
 
 # %% ../nbs/3_acting/20_engine.ipynb #c051
 class ScriptedEngine:

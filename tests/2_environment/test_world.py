@@ -66,5 +66,5 @@ def test_runs_of_other_seeds_may_meet_the_same_questions():
     for seed in (1, 2):
         config = make_config({'data': 'tiny', 'seed': seed, 'world': {'seed': 9}, 'model': 'data/tiny_base'})
         check(config)
-        asked[seed] = tiny_worlds(config, seed)
+        asked[seed] = tiny_worlds(config.world, config.sizes, seed)
     assert asked[1] == asked[2] and asked[1]['dev'].seed == 9

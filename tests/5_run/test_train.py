@@ -30,7 +30,7 @@ from credit_rl.layout import pack
 from credit_rl.learner import BadStep, Learner, saved_policy
 from credit_rl.methods import extra_passes, get_method
 from credit_rl.models import load_model
-from credit_rl.parts import Batch, Credit, Measured
+from credit_rl.parts import Batch, Credit, Loss, Measured
 from credit_rl.search_service import SearchServer
 from credit_rl.readers import Passage
 from credit_rl.runlog import (Journal, RunLog, latest_checkpoint, named_checkpoint, read_metrics, read_params, saving,
@@ -549,7 +549,8 @@ def test_a_dry_run_says_where_there_is_no_gpu(tmp_path, gpus):
 
 def lacking(config, needs):
     "What this host lacks for a run: list of str."
-    return dry_run.missing_room(Path(config.run), config.checkpoints.keep, config, needs)
+    vllm = config.vllm if config.engine == 'vllm' else None
+    return dry_run.missing_room(Path(config.run), config.checkpoints.keep, config.here, needs, vllm)
 
 
 def test_a_dry_run_weighs_gpus_and_memory(tmp_path, gpus, monkeypatch):
@@ -653,7 +654,7 @@ def test_vllm_sleeps_while_the_learner_is_made(monkeypatch, tmp_path):
         def __getattr__(self, name): return lambda *given: told.append(name)
     monkeypatch.setattr(staging, 'make_engine', lambda *given: told.append('made') or Engine())
     monkeypatch.setattr(training, 'make_learner',
-                        lambda *given: told.append('learner') or SimpleNamespace(loss=None))
+                        lambda *given: told.append('learner') or SimpleNamespace(loss=Loss()))
     monkeypatch.setattr(training, 'hand_over', lambda *given: told.append('weights'))
     config = training.make_config({**SHORT, 'track': '', 'engine': 'vllm', 'run': str(tmp_path / 'run')})
     monkeypatch.setattr(training, 'RunLog', lambda *given: training.SilentLog(config.run))
@@ -854,7 +855,7 @@ def test_accepted_answers_that_are_not_scored_are_counted(tmp_path, monkeypatch,
     monkeypatch.setattr(training, 'play_step', with_answers)
     for step, many in ((1, True), (2, False)):
         metrics = training.train_step(run, step)
-        assert metrics.get('golds_left_out') == (3 * run.config.questions_per_step if many else None)
+        assert metrics.get('golds_left_out') == (3 * run.actor.questions_per_step if many else None)
 
 
 def test_grpo_measures_the_gold_as_igpo_does(tmp_path):

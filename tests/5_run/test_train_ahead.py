@@ -56,7 +56,7 @@ def test_a_run_in_step_plays_nothing_in_advance(tmp_path, monkeypatch):
 
 def test_each_step_is_played_by_the_weights_before_the_one_it_was_played_in(begun):
     "Steps 1 and 2 by the base, step 3 by what step 1 made of it, step 4 by what step 2 made: played anew, id for id."
-    s, weights, played = begun.config, [], []
+    actor, weights, played = begun.actor, [], []
     for step in (1, 2, 3):
         weights.append(copy.deepcopy(begun.setup.model))                # after step - 1
         metrics = train_step(begun, step)
@@ -67,9 +67,8 @@ def test_each_step_is_played_by_the_weights_before_the_one_it_was_played_in(begu
     for model, p in zip(weights, played):
         engine = HFEngine(model, begun.setup.chat.tokenizer, begun.engine.max_length)
         again = rollout(engine, begun.setup.environments['train'],
-                        draw_questions(begun.setup.questions['train'], s.questions_per_step, p.step,
-                                       s.seed),
-                        s.group_size, s.sampling, seed_of(s.seed, p.step))
+                        draw_questions(begun.setup.questions['train'], actor.questions_per_step, p.step, actor.seed),
+                        actor.group_size, actor.sampling, seed_of(actor.seed, p.step))
         assert ids(again) == ids(p.groups)
 
 

@@ -120,7 +120,8 @@ class Coder(ScriptedEngine):
 @pytest.fixture
 def scripted(monkeypatch, model):
     "Training and warm-up play by the scripted coder."
-    worlds = tiny_worlds(config := make_config({**TINY, 'model': model}), config.seed)
+    config = make_config({**TINY, 'model': model})
+    worlds = tiny_worlds(config.world, config.sizes, config.seed)
     monkeypatch.setattr('credit_rl.setup.HFEngine', lambda m, tokenizer, **limits: Coder(m, tokenizer, worlds))
     return worlds
 
@@ -227,9 +228,9 @@ def test_a_checkpoint_is_the_best_by_what_the_data_are_scored_by(monkeypatch):
     monkeypatch.setattr(training, 'evaluate', lambda *a, **k: (None, [Group(t.question, [t])]))
     for data, best in (('gsm8k', 0.), ('hotpotqa+gsm8k', 0.), ('hotpotqa', 1.), ('tiny', 1.)):
         run, logged, named = object.__new__(training.Run), {}, []
-        s = run.config = make_config({'data': data, 'method': 'carl', 'protocol': 'carl'})
+        s = make_config({'data': data, 'method': 'carl', 'protocol': 'carl'})
         run.memory, run.metric = {'best': -1., 'best_step': 0}, staging.bound_method(s).metric
-        run.segments, run.learner = True, SimpleNamespace(critic=None)              # so there is no gate to be read
+        run.gated, run.chosen_by = False, None
         setup = SimpleNamespace(questions={'dev': [t.question]}, environments={'dev': None})
         run.log, run.checkpoint = SimpleNamespace(
             timed=lambda part: contextlib.nullcontext(),
@@ -247,8 +248,9 @@ def test_a_checkpoint_is_the_best_by_word_f1_where_a_run_says_so(chosen_by, best
     monkeypatch.setattr(training, 'evaluate', lambda *a, **k: (None, [Group(question, [
         dataclasses.replace(t, question=question, answer=next(answers))])]))
     run, logged = object.__new__(training.Run), []
-    s = run.config = make_config({'method': 'igpo', 'chosen_by': chosen_by})
-    run.memory, run.metric, run.segments = {'best': -1., 'best_step': 0}, 'em', False
+    s = make_config({'method': 'igpo', 'chosen_by': chosen_by})
+    run.memory, run.metric, run.gated = {'best': -1., 'best_step': 0}, 'em', False
+    run.chosen_by = s.checkpoints.chosen_by
     run.log = SimpleNamespace(timed=lambda part: contextlib.nullcontext(),
                               metrics=lambda step, **m: logged.append(m['dev_f1']))
     run.checkpoint = lambda step, name: None

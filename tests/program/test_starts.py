@@ -127,7 +127,7 @@ def test_what_has_a_checkpoint_or_was_there_before_is_kept(tmp_path):
 
 def test_a_fine_tuning_without_right_rollouts_leaves_its_folder_free(tmp_path, monkeypatch):
     from credit_rl import sft
-    monkeypatch.setattr(sft, '_play_batches', lambda *args: [])
+    monkeypatch.setattr(sft, 'play_parts', lambda *args: [])
     with pytest.raises(ValueError, match='imitate'):
         sft.rejection_sft({**SHORT, 'run': str(tmp_path / 'run')}, say=lambda line: None)
     RunLog(tmp_path / 'run')
@@ -486,7 +486,7 @@ def test_a_run_that_is_over_or_failed_lets_its_folder_go(tmp_path, monkeypatch):
     "Also where its error, and with it all that it refers to, is kept."
     run = str(tmp_path / 'run')
     with monkeypatch.context() as broken:
-        broken.setattr(training, '_steps', lambda *args: 1 / 0)
+        broken.setattr(training, 'train_step', lambda *args: 1 / 0)
         with pytest.raises(ZeroDivisionError) as kept: train({**SHORT, 'run': run}, say=lambda line: None)
     folder = train({**SHORT, 'steps': 1, 'run': run, 'resume': True}, say=lambda line: None)
     assert (folder / 'summary.json').exists() and not (folder / '.writer').exists() and kept
