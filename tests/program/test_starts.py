@@ -429,7 +429,7 @@ def test_another_file_of_the_same_split_is_named(tmp_path):
         assert len(load_questions('hotpotqa', tmp_path, 'dev')) == 1
     settings = evaluate.Evaluation(model=BASE, data='hotpotqa', path=str(tmp_path), split='dev', questions=2)
     with pytest.warns(UserWarning, match='questions'):
-        evaluate._questions('hotpotqa', settings, settings, 0)
+        evaluate.open_set(settings, 'hotpotqa', {})
 
 
 def test_a_command_builds_an_index(tmp_path, capsys):
