@@ -179,7 +179,10 @@ def check_evaluation(settings):  # Evaluation
     """Refuse settings that cannot work. Raises ValueError or FileNotFoundError with what was got, what is wanted, and
     how to mend it."""
     s = settings
-    _check_baseline(s.baseline, s.protocol)
+    if s.baseline is not None and s.baseline not in BASELINES:
+        raise ValueError(f'there is no baseline {s.baseline!r}{nearest(s.baseline, BASELINES)}')
+    if s.baseline is not None and s.protocol is not None:
+        raise ValueError(f'baseline {s.baseline!r} brings its own protocol: leave protocol={s.protocol!r} out')
     if s.tries > 1 and (s.greedy or s.gaps):
         raise ValueError(f'{s.tries} tries at a question are sampled, and gaps are of greedy play: give greedy=false')
     if s.gaps and (s.engine != 'hf' or not s.greedy):
@@ -197,13 +200,6 @@ def check_evaluation(settings):  # Evaluation
     read_template(s.template.name)
     for name in set_names(s.data):
         for what in ('path', 'corpus'): _place(name, getattr(s, what), what)
-
-def _check_baseline(baseline, protocol):
-    "Refuse a baseline that there is not, naming the nearest, and one besides a protocol. Raises ValueError."
-    if baseline is None: return
-    if baseline not in BASELINES: raise ValueError(f'there is no baseline {baseline!r}{nearest(baseline, BASELINES)}')
-    if protocol is not None:
-        raise ValueError(f'baseline {baseline!r} brings its own protocol: leave protocol={protocol!r} out')
 
 # %% ../nbs/3_acting/27_evaluate.ipynb #fl271
 def question_key(question):
@@ -310,8 +306,8 @@ def _open_search(settings, name, opened):
             warnings.warn(f'{name} is asked without a search, and {corpus} is not looked at: to search it give '
                           f'corpus as {{{name}: {corpus}}}')
         return None, None, None
-    return open_search(name, _place(name, s.path, 'path'), corpus, s.split or get_benchmark(name).eval_split, s.on_error,
-                       opened, s.search_settings)
+    return open_search(name, _place(name, s.path, 'path'), corpus, s.split or get_benchmark(name).eval_split,
+                       s.on_error, opened, s.search_settings)
 
 # %% ../nbs/3_acting/27_evaluate.ipynb #c053
 def _versions(engine='hf'):
@@ -535,7 +531,7 @@ def _play(plan, questions, engine, each, progress=None):
             whole = [i for i in dict.fromkeys(r['id'] for r in rows) if len(open_tries[i]) == plan.tries]
             rows = [_pooled(open_tries.pop(i)) for i in whole]
         if rows: each(rows)
-    most = len(questions) if plan.tries == 1 else _TOGETHER                  # rollouts are let go of after so many questions
+    most = len(questions) if plan.tries == 1 else _TOGETHER           # rollouts are let go of after so many questions
     for i in range(0, len(questions), most):
         rollout(engine, plan.environment, questions[i:i + most], plan.tries, plan.sampling, plan.seed, progress, over)
 

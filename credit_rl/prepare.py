@@ -102,14 +102,6 @@ def check_warming(
                          f'them, got {c.prompts} for protocol {c.protocol}')
 
 # %% ../nbs/5_run/65_prepare.ipynb #c010
-def _collecting(c, metric, part):
-    """How rollouts of a part are collected. The held-out ones are curated whatever the taught ones are, or there would
-    be nothing to compare, and under all prompts, which the gate asks under."""
-    kind = 'random' if part == 'train' and c.collected == 'random' else 'curated'
-    same = {'collected': kind} | ({} if part == 'train' else {'prompts_by': 'all'})
-    return CollectionPlan(**{name: getattr(c, name) for name in options_in(Collection)} | same, metric=metric,
-                          seed=seed_of('warm-up', c.seed, part))
-
 def _embedder(name):
     "A function list of str → array of a sentence-transformers model; None without a name. Raises ImportError."
     if name is None: return None
@@ -235,8 +227,14 @@ def _prepare(c, say, ranks):
                     elif env.tool.search: other = Missing(env.tool.search.retriever, c.other_misses)
                     words = lambda: prompt_hash(with_prompt(env, 'direct').chat.protocol)
                     known = ranks.once(lambda: pool_tiers(c.pool, asks, metric, c.model, words())) if c.pool else None
-                    found = collect(player, env, asks, _collecting(c, metric, part), other and searching(env, other),
-                                    _embedder(c.embed), lambda line: say(f'{part}: {line}'), known)
+                    # the held-out ones are curated whatever the taught ones are, or there would be nothing to compare,
+                    # and under all prompts, which the gate asks under
+                    own = {name: getattr(c, name) for name in options_in(Collection)}
+                    own['collected'] = 'random' if (part, c.collected) == ('train', 'random') else 'curated'
+                    if part == 'dev': own['prompts_by'] = 'all'
+                    plan = CollectionPlan(**own, metric=metric, seed=seed_of('warm-up', c.seed, part))
+                    found = collect(player, env, asks, plan, other and searching(env, other), _embedder(c.embed),
+                                    lambda line: say(f'{part}: {line}'), known)
                     ranks.once(lambda: found.save(path))
                     ranks.once(lambda: shutil.rmtree(path.with_name('played'), ignore_errors=True))
                 data[part] = read_collected(path)

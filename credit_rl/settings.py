@@ -422,14 +422,6 @@ def world_arguments(world, part):
     "Arguments of `make_world` for a part, 'train', 'dev' or 'test': a dict of parts has one value for each."
     return {name: value[part] if isinstance(value, dict) else value for name, value in world.items()}
 
-def _check_own(task, bench):
-    "Refuse a file of one's own that is not there, and settings of known sets beside it."
-    if not Path(bench.file).is_file(): raise ValueError(f'data={bench.file}: there is no such file')
-    if task.path is not None: raise ValueError(f'data={bench.file} is a file already: leave out path={task.path!r}')
-    if task.splits != Splits():
-        raise ValueError(f'splits are of known sets; a question of {bench.file} has its part by a column split, or by '
-                         'the hash of its text: leave out splits')
-
 def _check_unread(task):
     "Refuse settings that the chosen data does not read; a stored run goes on with them, as it was begun."
     tiny, direct = task.data == 'tiny', task.protocol == 'direct'
@@ -452,7 +444,13 @@ def _check_sets(task):
         bench = with_columns(get_benchmark(name), task.columns)
         if not (bench.hub or bench.folder or bench.file or task.path):
             raise ValueError(f'{name} has no questions of its own: give path=FILE with yours')
-        if bench.file: _check_own(task, bench)
+        if not bench.file: continue
+        if not Path(bench.file).is_file(): raise ValueError(f'data={bench.file}: there is no such file')
+        if task.path is not None:
+            raise ValueError(f'data={bench.file} is a file already: leave out path={task.path!r}')
+        if task.splits != Splits():
+            raise ValueError(f'splits are of known sets; a question of {bench.file} has its part by a column split, or '
+                             'by the hash of its text: leave out splits')
     if len({get_benchmark(name).name for name in sets}) < len(sets):
         raise ValueError(f'two files of data={task.data!r} have one name, and results call a set by it: rename one')
     if len(sets) > 1 and not task.corpus and task.protocol != 'direct':
@@ -509,7 +507,9 @@ def check_engine(
         none = torch.zeros(1, 1)
         sampler_weights(none, none, none == 0, c.correction.kind, *reversed(c.correction.limits))
     if c.engine == 'hf': return
-    _check_positions(c.model, c.max_tokens)
+    if (known := Path(c.model)/'config.json').exists():
+        most = read_json(known).get('max_position_embeddings', c.max_tokens)
+        if c.max_tokens > most: raise ValueError(f'max_tokens={c.max_tokens}, but {c.model} has {most} positions')
     if served:
         if c.lora: raise ValueError("engine='served' is given all weights: leave out lora, or take engine='vllm'")
         check_served(c.serve, c.servers, c.sampling, c.here if torch.cuda.is_available() else 0)
@@ -525,12 +525,6 @@ def check_engine(
         raise ValueError('at sleep_level 2 vLLM forgets the base that an adapter belongs to: with lora take '
                          'sleep_level 1')
     check_vllm_settings({**vllm, 'own_process': c.own_process}, c.sampling, c.max_tokens)
-
-def _check_positions(model, tokens):
-    "Refuse trajectories that are longer than a local model has positions."
-    if not (Path(model)/'config.json').exists(): return
-    most = read_json(Path(model)/'config.json').get('max_position_embeddings', tokens)
-    if tokens > most: raise ValueError(f'max_tokens={tokens}, but {model} has {most} positions')
 
 # %% ../nbs/5_run/61_settings.ipynb #ah612
 def check_ahead(
@@ -570,7 +564,13 @@ def _check_method(c, method):
     if method.rule.compares and c.group_size < 2:
         raise ValueError(f'{name} compares the attempts at one question with each other, so group_size must be at '
                          f'least 2, got {c.group_size}')
-    _check_learning(c, method)
+    loss, none, played = c.loss_of(method), torch.zeros(1, 1), c.questions_per_step * c.group_size
+    policy_terms(none, none, none, none == 0, loss.kind, (loss.clip_low, loss.clip_high), loss.dual_clip)
+    kl(none, none, loss.kl_kind, none == 0)                                # these refuse a loss that there is not
+    if c.minibatches > played:
+        raise ValueError(f'minibatches={c.minibatches}, but a step has {played} rollouts '
+                         f'(questions_per_step={c.questions_per_step} times group_size={c.group_size}): '
+                         'take fewer mini-batches, or more rollouts')
 
 def _check_tools(c, method):
     "Refuse tools and a reward of one's own that cannot be read, or do not go with the data, with each other or the method."
@@ -598,16 +598,6 @@ def _check_tools(c, method):
                          'whose outcome is outcome, or leave out reward')
     if method.learns_chance and not c.right:
         raise ValueError(f'{name} learns the chance of a right answer: say by right=… from which reward on one is right')
-
-def _check_learning(learning, method):
-    "Refuse a loss that there is not, and more mini-batches than rollouts."
-    loss, none, played = learning.loss_of(method), torch.zeros(1, 1), learning.questions_per_step * learning.group_size
-    policy_terms(none, none, none, none == 0, loss.kind, (loss.clip_low, loss.clip_high), loss.dual_clip)
-    kl(none, none, loss.kl_kind, none == 0)
-    if learning.minibatches > played:
-        raise ValueError(f'minibatches={learning.minibatches}, but a step has {played} rollouts '
-                         f'(questions_per_step={learning.questions_per_step} times group_size={learning.group_size}): '
-                         'take fewer mini-batches, or more rollouts')
 
 # %% ../nbs/5_run/61_settings.ipynb #n0119
 def own_tokenizer(model, protocol=None):

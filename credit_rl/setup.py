@@ -82,7 +82,11 @@ def make_setup(
     "Make or load model, questions and search for a run: `Setup`."
     if c.data == 'tiny':
         worlds = tiny_worlds(c.world, c.sizes, c.seed)
-        if c.model == 'tiny': _make_tiny_base(origin.base, c.protocol, c.seed, worlds, say)
+        if c.model == 'tiny':
+            there = (Path(origin.base)/'config.json').exists()
+            say(f'taking the base model in {origin.base}' if there else 'making a base model from nothing')
+            words = 'carl-tiny' if (c.protocol or '').startswith('carl') else 'tiny'
+            make_base(Path(origin.base), c.seed, words, known=known_worlds(worlds), progress=say)
         model, tokenizer = load_model(origin.start, c.dtype)
         environments, rules = _tiny_environments(c, worlds, tokenizer)
         parts, chat, top = {part: list(w.questions) for part, w in worlds.items()}, environments['test'].chat, None
@@ -115,13 +119,6 @@ def make_setup(
     if c.max_tokens > most:
         say(f'max_tokens={c.max_tokens}, but the model has {most} positions: rollouts end there')
     return setup
-
-def _make_tiny_base(folder, protocol, seed, worlds, say):
-    "Make a base model from nothing, unless it is there."
-    there = (Path(folder)/'config.json').exists()
-    say(f'taking the base model in {folder}' if there else 'making a base model from nothing')
-    words = 'carl-tiny' if (protocol or '').startswith('carl') else 'tiny'
-    make_base(Path(folder), seed, words, known=known_worlds(worlds), progress=say)
 
 # %% ../nbs/5_run/62_setup.ipynb #n0202
 def _check_players(chat, question):
@@ -179,12 +176,6 @@ def _check_setup(
     return Setup(None, None, real[0], dict.fromkeys(real[0], make_environment(tokenizer, real[1], c)))
 
 # %% ../nbs/5_run/62_setup.ipynb #c033
-def _distinct(questions):
-    "The first of the questions that have the same text, each: list."
-    first = {}
-    for q in questions: first.setdefault(q.text, q)
-    return list(first.values())
-
 def real_questions(
     task,  # Task: data, path, splits, and how many questions of each part
     seed,
@@ -201,8 +192,10 @@ def real_questions(
         load = lambda part: load_questions(task.data, task.path, part, columns=task.columns, tokens=task.tokens)
         return _drawn_parts({part: load(part) for part in SPLITS}, task.sizes, task.path or task.data, seed)
     split = task.splits.dev or get_benchmark(task.data).eval_split
-    held = _distinct(load_questions(task.data, task.path, split, tokens=task.tokens))
-    if task.path is not None and Path(task.path).is_file(): 
+    first = {}                                                       # of those that have the same text
+    for q in load_questions(task.data, task.path, split, tokens=task.tokens): first.setdefault(q.text, q)
+    held = list(first.values())
+    if task.path is not None and Path(task.path).is_file():
         return _drawn_parts(in_parts(held), task.sizes, task.path, seed)
     pool = held if task.splits.train == split else \
         load_questions(task.data, task.path, task.splits.train, tokens=task.tokens)
@@ -235,14 +228,13 @@ def _mixed_questions(task, names, seed):
         alone = dataclasses.replace(task, data=name, path=place, questions=sys.maxsize, mix={}, **share)
         for part, questions in real_questions(alone, seed).items():
             merged.setdefault(part, []).extend(dataclasses.replace(q, id=f'{q.source}:{q.id}') for q in questions)
-    drawn = _mix_sets(merged['train'], task.mix, task.questions, seed) if task.mix else merged['train']
+    drawn, mix = merged['train'], task.mix
+    if mix:                                            # as many as stand in the shares to each other
+        own = {name: [q for q in drawn if q.source == get_benchmark(name).name] for name in mix}
+        unit = min(task.questions / sum(mix.values()), *(len(own[name]) / share for name, share in mix.items()))
+        drawn = [q for name, share in mix.items()
+                 for q in subsample(own[name], max(1, int(unit * share + 1e-6)), seed)]
     return {**merged, 'train': subsample(drawn, task.questions, seed)}
-
-def _mix_sets(questions, mix, most, seed):
-    "As many questions as stand in the shares of a mix to each other, at most `most`: list."
-    parts = {name: [q for q in questions if q.source == get_benchmark(name).name] for name in mix}
-    unit = min(most / sum(mix.values()), *(len(parts[name]) / share for name, share in mix.items()))
-    return [q for name, share in mix.items() for q in subsample(parts[name], max(1, int(unit * share + 1e-6)), seed)]
 
 # %% ../nbs/5_run/62_setup.ipynb #c035
 def real_search(
@@ -285,8 +277,11 @@ def run_facts(
     max_turns=None,  # of a rollout; None: not known yet
 ):
     "What a run knows that a method's options may take: `Facts`."
-    protocol, tiny = chat and chat.protocol, get_regime(c.regime).metric if c.regime else None
-    metric, right = tiny if c.data == 'tiny' else _data_metric(data_sets(c.data)), None
+    protocol, metric, right = chat and chat.protocol, get_regime(c.regime).metric if c.regime else None, None
+    if c.data != 'tiny':                                       # a function, or a dict by set where they differ
+        sets = [get_benchmark(name) for name in data_sets(c.data)]
+        alike = len({(b.metric, b.rel_tol if b.metric != 'em' else None) for b in sets}) == 1
+        metric = benchmark_metric(sets[0].name) if alike else {b.name: benchmark_metric(b.name) for b in sets}
     if c.reward or c.environment and c.own_tools().scores: metric, right = Earned(), Earned(c.right or 1.)
     return Facts(metric=metric, right=right,
                  tags=protocol and (protocol.think_tag, protocol.call_tag, protocol.answer_tag),
@@ -303,12 +298,6 @@ def bound_method(
     method, facts = get_method(c.method), run_facts(c, chat, max_turns)
     if facts.right and method.learns_chance: facts = dataclasses.replace(facts, metric=facts.right)
     return method.bind(options, facts, loss)
-
-def _data_metric(names):
-    "What data sets are scored by: one function, or a dict by set where they differ."
-    sets = [get_benchmark(name) for name in names]
-    alike = len({(b.metric, b.rel_tol if b.metric != 'em' else None) for b in sets}) == 1
-    return benchmark_metric(sets[0].name) if alike else {b.name: benchmark_metric(b.name) for b in sets}
 
 # %% ../nbs/5_run/62_setup.ipynb #c050
 def make_engine(
@@ -475,19 +464,17 @@ def make_learner(
     reference = origin.load_base(aside) if c.log.kl or loss.kl else None
     warmed = c.critic.warmed and read_warmed(c.critic.warmed)
     critic = start_critic(c.critic.of(method), model, c.seed, warmed, origin.dtype)
-    teacher = _load_teacher(c.teacher.model, origin, aside) if method.needs.teacher else None
+    teacher = None                                                         # or a copy of the policy, where one is asked
+    if method.needs.teacher and c.teacher.model != 'self':
+        teacher = origin.load_base(aside) if c.teacher.model == 'base' else \
+            load_model(c.teacher.model, origin.dtype, aside)[0]
     frozen = FrozenModels(reference, teacher, c.teacher.period(method, c.steps), tuple(c.learner.offload))
-    if c.learner.checkpointing:
-        for m in (model, critic and critic.model):
-            if m is not None: m.gradient_checkpointing_enable({'use_reentrant': False})
-    if c.tree: _read_trees(model, critic and critic.model, reference, teacher)
-    return Learner(model, loss, c.optimiser, critic, frozen, c.temperature, c.seed,
-                   c.learner.backend(c.dtype))
-
-def _read_trees(*models):
-    "Let a learner's models read trees, as far as they are models of their own. Raises ValueError on one that can't."
-    for m in models:
+    learn, read = (model, critic and critic.model), (reference, teacher)
+    for m in learn if c.learner.checkpointing else ():
+        if m is not None: m.gradient_checkpointing_enable({'use_reentrant': False})
+    for m in (*learn, *read) if c.tree else ():
         if m not in (None, 'base'): attend_by_trees(m)
+    return Learner(model, loss, c.optimiser, critic, frozen, c.temperature, c.seed, c.learner.backend(c.dtype))
 
 # %% ../nbs/5_run/62_setup.ipynb #sp622
 def start_critic(
@@ -500,18 +487,11 @@ def start_critic(
     "The critic that a run begins with, or None."
     if not how: return None
     with seed_draws(seed_of('critic', seed)): critic = make_critic(model, **how)
-    if warmed: _warm(critic, warmed, dtype)
+    if warmed:
+        warmed.load_head(critic.head)
+        own = critic.model                             # a shared backbone is the policy's, which has it already
+        if own is not None: own.load_state_dict(load_model(warmed.folder, dtype, 'cpu')[0].state_dict())
     return critic
-
-def _load_teacher(teacher, origin, device):
-    "A teacher that is a model of its own; None where a copy of the policy teaches."
-    if teacher == 'self': return None
-    return origin.load_base(device) if teacher == 'base' else load_model(teacher, origin.dtype, device)[0]
-
-def _warm(critic, warmed, dtype):
-    "Give a critic what a warm-up taught it; a shared backbone is the policy's, which has it already."
-    warmed.load_head(critic.head)
-    if critic.model is not None: critic.model.load_state_dict(load_model(warmed.folder, dtype, 'cpu')[0].state_dict())
 
 # %% ../nbs/5_run/62_setup.ipynb #c083
 def plan_of(
@@ -530,10 +510,13 @@ def plan_of(
     acts = vllm or bool(c.ahead) and not served                      # with a copy of its own, on this device
     # vLLM has pages for what its share of the memory holds, and lets others wait: it must hold one trajectory
     played = 1 if vllm else 0 if served else min(c.act_rows, -(-c.questions_per_step // c.ranks) * c.group_size)
+    zero = c.learner.deepspeed.get('zero_optimization', {})
+    sent = {field: float(zero[name]) for field, name in (
+        ('bucket', 'reduce_bucket_size'), ('live', 'stage3_max_live_parameters')) if name in zero}
     return TrainingPlan(
         c.learner.stage if c.learner.kind == 'deepspeed' else None, c.ranks, 4 if c.dtype == 'float32' else 2,
         critic == 'own', sum(held.values()) + frozen, sum(held[n] for n in c.learner.offload), c.row_tokens,
-        c.learner.checkpointing, 'offload_optimizer' in c.learner.deepspeed.get('zero_optimization', {}),
+        c.learner.checkpointing, 'offload_optimizer' in zero,
         bool(c.tflops) or torch.cuda.is_available(), c.here,
         played * c.max_tokens, _lora_share(c.model, c.lora),
         copies=acts, sleeps=bool(c.vllm.get('sleep_level')), copied=copies + frozen,
@@ -544,7 +527,7 @@ def plan_of(
         entropy=bool(loss.entropy), spread='entropy' in c.measure and not loss.entropy,
         branches=max(golds.values(), default=0),
         prompts=0 if vllm or served else min(_READ_TOKENS, played * c.max_tokens),
-        **_communication_sizes(c.learner.deepspeed))
+        **sent)
 
 # %% ../nbs/5_run/62_setup.ipynb #c083s1
 _READ_TOKENS = signature(HFEngine).parameters['read_tokens'].default
@@ -552,12 +535,6 @@ _READ_TOKENS = signature(HFEngine).parameters['read_tokens'].default
 def _shared_rows(tree, prompt, most, rows):
     "Times a trajectory's tokens that its rows read: of a tree, where they share a prompt, fewer than there are rows."
     return rows_work(prompt, most - prompt, rows)[1][0] / most if tree else rows
-
-def _communication_sizes(deepspeed):
-    "What DeepSpeed's configuration says of the numbers that it sends or holds whole: fields of `TrainingPlan`."
-    zero = deepspeed.get('zero_optimization', {})
-    names = {'bucket': 'reduce_bucket_size', 'live': 'stage3_max_live_parameters'}
-    return {field: float(zero[name]) for field, name in names.items() if name in zero}
 
 def _lora_share(model, lora):
     "Share of the parameters that is trained."

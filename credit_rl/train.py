@@ -149,14 +149,6 @@ def keeping_bad(
         raise BadStep(f'{what}{e}; what made it is in {log.folder/"bad_step.json"}') from e
 
 # %% ../nbs/5_run/63_train.ipynb #t6302
-def _each_once(questions):
-    "Questions, those that stand there again by ids of their own, of which their rollouts are drawn: list."
-    before = Counter()
-    def named(q):
-        before[q.id] += 1
-        return q if before[q.id] == 1 else dataclasses.replace(q, id=f'{q.id} (again {before[q.id] - 1})')
-    return [named(q) for q in questions]
-
 @dataclass(frozen=True)
 class Actor:
     "Who plays a run's questions: an engine in its environments, on all ranks."
@@ -181,8 +173,11 @@ class Actor:
             shown = Progress(self.say, f'step {step}: rollouts played', len(share) * size)
             return rollout(self.engine, self.setup.environments['train'], share, size, self.sampling,
                            seed_of(self.seed, step, *extra), lambda ended: (off(), shown(ended)), each)
-        drawn = draw_questions(self.setup.questions['train'], self.questions_per_step, step, seed)
-        return drawn if self.draw_version == 1 else _each_once(drawn), play
+        drawn, before = draw_questions(self.setup.questions['train'], self.questions_per_step, step, seed), Counter()
+        for i, q in enumerate(drawn if self.draw_version > 1 else ()):     # asked again, it has rollouts of its own
+            before[q.id] += 1
+            if (times := before[q.id] - 1): drawn[i] = dataclasses.replace(q, id=f'{q.id} (again {times})')
+        return drawn, play
 
     def evaluate(self, part):
         "Play the 'dev' or 'test' questions greedily: list of Group."
