@@ -641,7 +641,8 @@ def test_an_evaluation_on_several_hosts_is_started_by_its_hostfile(model, tmp_pa
 def test_each_rank_of_an_evaluation_gives_its_vllm_its_own_gpu(monkeypatch):
     monkeypatch.setattr(evaluation, 'VLLMEngine', lambda folder, tokenizer, gpu, **given: gpu)
     monkeypatch.setattr(evaluation, 'load_tokenizer', lambda folder: None)
-    settings = lambda **given: evaluation._vllm_engine('', Evaluation(engine='vllm', **given), 9)
+    tiny = str(DATA / 'tiny_base')
+    settings = lambda **given: evaluation._LazyModel(Evaluation(engine='vllm', model=tiny, **given)).engine
     for name, value in (('RANK', '5'), ('WORLD_SIZE', '8'), ('LOCAL_RANK', '1'), ('MASTER_ADDR', '127.0.0.1')):
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(torch.cuda, 'is_available', lambda: True)
