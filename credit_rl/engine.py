@@ -608,6 +608,10 @@ class ScriptedEngine:
     def release(self, key):
         "Nothing is kept."
 
+    hollow = False
+    def load(self, *named): "A program has no weights, and nothing to free or to end."
+    sleep = wake = close = load
+
     def __iter__(self):
         while self.waiting:
             batch, self.waiting = self.waiting, []

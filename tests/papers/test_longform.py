@@ -285,8 +285,6 @@ SMALL = dict(path=str(SAMPLE), corpus=str(PAGES), steps=2, group_size=4, questio
 
 class Chatty(ScriptedEngine):
     "A player that is right, wrong or without an answer, by luck."
-    def load(self, weights): pass
-    def sleep(self): pass
 
 
 @pytest.fixture

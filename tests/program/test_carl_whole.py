@@ -113,8 +113,6 @@ class Coder(ScriptedEngine):
     def __init__(self, model, tokenizer, worlds, **limits):
         memory = {text: answer for w in worlds.values() for text, answer in memory_of(w).items()}
         super().__init__(lambda text, rng: act_coder(text, rng, NOISY_CODER, memory), tokenizer)
-    def load(self, weights): pass
-    def sleep(self): pass
 
 
 @pytest.fixture
