@@ -77,7 +77,6 @@ class Player(ScriptedEngine):
         self.opening = '```python' if protocol.call_style == 'code' else f'<{protocol.call_tag}>'
         super().__init__(self.play, tokenizer, max_length=32768)
 
-
     def play(self, text, rng):
         p, asked = self.protocol, re.search(r'\(\w+, \w+ \d\) ', text)
         (question,) = [q for q in self.gold if text.startswith(q, asked.start())]
