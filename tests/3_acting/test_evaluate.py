@@ -48,11 +48,7 @@ BARE = ('nq', 'triviaqa', 'popqa', 'bamboogle')  # their rows bring no passages
 QUICK = dict(max_turns=2, turn_tokens=6, max_tokens=16384, passages=2)
 
 
-@pytest.fixture(autouse=True, scope='module')
-def on_a_cpu():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.cuda, 'is_available', lambda: False)
-        yield
+pytestmark = pytest.mark.usefixtures('on_a_cpu')
 
 
 @pytest.fixture(scope='module')

@@ -14,7 +14,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -41,13 +40,10 @@ from credit_rl.train import begin_run, main, train
 from credit_rl.trajectory import Group, Question, example_group, trajectory_from_json
 from credit_rl.view import show_rollout
 from credit_rl.warmup import WarmupRollouts
+from made_runs import BASE, SHORT
 
 ROOT = Path(__file__).resolve().parents[2]
-BASE = str(ROOT / 'data' / 'tiny_base')
-# a run of two seconds with checkpoints in it; the KL term makes it update at every step, so that a state that is not
-# restored shows
-SHORT = dict(model=BASE, steps=4, eval_every=2, questions_per_step=4, group_size=4, questions=50, dev_questions=8,
-             test_questions=8, max_turns=3, turn_tokens=12, kl=.01, world={'size': 200}, threads=1)
+SHORT = {**SHORT, 'steps': 4}
 
 
 def command(settings):
@@ -103,16 +99,10 @@ def test_after_three_steps_a_run_says_what_was_foretold(tmp_path, monkeypatch):
 
 # ---- the same again ----
 
-@pytest.fixture(scope='module')
-def whole(tmp_path_factory):
-    "A run by the command line that nobody interrupted, and the seconds it took; its lines lie beside it."
-    folder = tmp_path_factory.mktemp('runs') / 'whole'
-    since = time.monotonic()
-    done = subprocess.run(command({**SHORT, 'run': str(folder)}), cwd=ROOT, env=on_a_cpu(), stdin=subprocess.DEVNULL,
-                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    assert done.returncode == 0, done.stdout
-    (folder / 'lines').write_text(done.stdout)
-    return folder, time.monotonic() - since
+@pytest.fixture
+def whole(finished):
+    "A run that nobody interrupted; its lines lie beside it."
+    return finished(steps=4)
 
 
 def results(folder):
@@ -137,8 +127,7 @@ def assert_same(a, b):
 
 @pytest.mark.long
 def test_a_run_tells_how_it_goes(whole):
-    folder, _ = whole
-    lines = (folder / 'lines').read_text().splitlines()
+    folder, lines = whole, (whole.parent / 'lines').read_text().splitlines()
     for said in ('ceiling', 'base: EM', 'step 1/4', 'step 4/4', 'final: EM'):
         assert any(said in line for line in lines), said
     table = read_metrics(folder)
@@ -160,15 +149,19 @@ def test_a_run_tells_how_it_goes(whole):
 def test_the_same_settings_give_the_same_run(whole, tmp_path):
     "Another process, in another folder: the same metrics and the same rollouts."
     assert sit({**SHORT, 'run': str(tmp_path / 'again')}) == 0
-    assert_same(whole[0], tmp_path / 'again')
+    assert_same(whole, tmp_path / 'again')
+
+
+@pytest.fixture
+def alone(finished):
+    "A function of a method to the folder of a run with one attempt a question."
+    return lambda method: finished(method=method, group_size=1, steps=2)
 
 
 @pytest.mark.parametrize('method', ['ppo', 'tips'])
-def test_one_attempt_per_question(tmp_path, method):
+def test_one_attempt_per_question(alone, method):
     "As PPO's papers have it: nothing that compares within a group is needed, and of groups nothing is logged."
-    run = train({**SHORT, 'method': method, 'group_size': 1, 'steps': 2, 'run': str(tmp_path / 'run')},
-                say=lambda line: None)
-    table = read_metrics(run)
+    table = read_metrics(run := alone(method))
     assert table.step.tolist() == [0, 1, 2] and table.reward[1:].notna().all() and table.grad_norm[1:].gt(0).all()
     assert table.trajectories[1:].tolist() == [4, 4] and table[[
         'groups_all_right', 'groups_mixed', 'groups_all_wrong'
@@ -262,7 +255,7 @@ def test_a_killed_run_ends_as_if_it_had_not_been(whole, tmp_path, death):
     assert sit(settings, death=death) == -signal.SIGKILL
     assert not (tmp_path / 'killed' / 'summary.json').exists()
     assert sit({**settings, 'resume': True}) == 0
-    assert_same(whole[0], tmp_path / 'killed')
+    assert_same(whole, tmp_path / 'killed')
 
 
 @pytest.mark.long
@@ -278,7 +271,7 @@ def test_the_command_is_killed_and_resumed(whole, tmp_path):
     assert run.returncode == -signal.SIGKILL
     assert latest_checkpoint(tmp_path / 'killed')[0] == 2 and not (tmp_path / 'killed' / 'summary.json').exists()
     assert sit({**settings, 'resume': True}) == 0
-    assert_same(whole[0], tmp_path / 'killed')
+    assert_same(whole, tmp_path / 'killed')
 
 
 @pytest.mark.skipif(not hasattr(resource, 'prlimit'), reason='limits of another process are set on Linux alone')
@@ -303,7 +296,7 @@ def test_a_disk_that_takes_no_more_ends_a_run_in_a_line(whole, tmp_path):
         assert words in message, said
     assert kept < 4 and not [p for p in (tmp_path / 'run' / 'checkpoints').iterdir() if p.name.endswith('part')]
     assert sit({**settings, 'resume': True}) == 0
-    assert_same(whole[0], tmp_path / 'run')
+    assert_same(whole, tmp_path / 'run')
 
 
 def test_another_failure_while_a_checkpoint_is_written_is_no_matter_of_the_disk(tmp_path):
@@ -342,7 +335,7 @@ def idle(monkeypatch):
 
 @pytest.mark.long
 def test_a_finished_run_is_only_shown_again(whole, idle, tmp_path):
-    folder = shutil.copytree(whole[0], tmp_path / 'copy', symlinks=True)
+    folder = shutil.copytree(whole, tmp_path / 'copy', symlinks=True)
     before = {p: p.read_bytes() for p in folder.rglob('*') if p.is_file()}
     assert train({**SHORT, 'run': str(folder), 'resume': True}) == folder
     assert {p: p.read_bytes() for p in folder.rglob('*') if p.is_file()} == before
@@ -350,7 +343,7 @@ def test_a_finished_run_is_only_shown_again(whole, idle, tmp_path):
 
 @pytest.mark.long
 def test_a_finished_run_is_not_shown_as_another(whole, idle, tmp_path):
-    folder = shutil.copytree(whole[0], tmp_path / 'copy', symlinks=True)
+    folder = shutil.copytree(whole, tmp_path / 'copy', symlinks=True)
     with pytest.raises(ValueError, match="'tspo'"):
         train({**SHORT, 'run': str(folder), 'resume': True, 'method': 'grpo'})
     params = yaml.safe_load((folder / 'params.yaml').read_text())
@@ -365,7 +358,7 @@ def test_more_steps_go_on_from_where_a_run_ended(whole, tmp_path):
     settings = {**SHORT, 'run': str(tmp_path / 'longer')}
     assert sit({**settings, 'steps': 2}) == 0
     assert sit({**settings, 'resume': True}) == 0
-    assert_same(whole[0], tmp_path / 'longer')
+    assert_same(whole, tmp_path / 'longer')
 
 
 # ---- bad input ----
@@ -799,10 +792,16 @@ BELIEF = {'belief_auc', 'belief_shown', 'belief_unshown', 'belief_shown_states',
 MEASURED = {'belief': {'gold_entropy_start', 'gold_entropy_end', *BELIEF}, 'entropy': {'entropy'}}
 
 
-def quiet(folder, **settings):
-    "The folder of a run, and its kept training rollouts of step 1."
-    run = train({**ALL, **settings, 'run': str(folder)}, say=lambda line: None)
-    return run, [row for row in read_turns(run, 1) if row['kind'] == 'train']
+def first_rows(run):
+    "The kept training rollouts of step 1."
+    return [row for row in read_turns(run, 1) if row['kind'] == 'train']
+
+
+@pytest.fixture
+def quiet(finished):
+    "A function of settings to the folder of a run, and its kept training rollouts of step 1."
+    def play(**settings): return (run := finished(**{**ALL, **settings})), first_rows(run)
+    return play
 
 
 def played(rows):
@@ -812,10 +811,9 @@ def played(rows):
 
 @pytest.mark.parametrize('method, more', [('grpo', {}), ('grpo', {'recompute': True}), ('igpo', {'recompute': True}),
                                           ('tips', {}), ('ppo', {'critic': 'shared'})])
-def test_what_is_measured_changes_no_update(tmp_path, method, more):
+def test_what_is_measured_changes_no_update(quiet, method, more):
     "The same weights after two steps and the same metrics, with and without; what was asked for is there besides."
-    runs = [quiet(tmp_path / str(len(measure)), method=method, measure=measure, **more)[0]
-            for measure in ([], ['belief', 'entropy'])]
+    runs = [quiet(method=method, **asked, **more)[0] for asked in ({}, {'measure': ['belief', 'entropy']})]
     without, with_all = (saved_policy(latest_checkpoint(run)[1]) for run in runs)
     assert max((without[name] - with_all[name]).abs().max() for name in without) < 1e-6
     timeless = lambda row: row[[name for name in row.index if not name.startswith('seconds')]]
@@ -857,14 +855,13 @@ def test_accepted_answers_that_are_not_scored_are_counted(tmp_path, monkeypatch,
         assert metrics.get('golds_left_out') == (3 * run.config.questions_per_step if many else None)
 
 
-def test_grpo_measures_the_gold_as_igpo_does(tmp_path):
+def test_grpo_measures_the_gold_as_igpo_does(quiet):
     """From the same base both play the same rollouts at step 1, and find the gold as probable: GRPO, which is paid by
     nobody for it, writes it down as IGPO does."""
-    asked, _ = quiet(tmp_path / 'grpo', method='grpo', measure=['belief'])
-    own, _ = quiet(tmp_path / 'igpo', method='igpo')
+    (asked, _), (own, _) = quiet(method='grpo', measure=['belief', 'entropy']), quiet(method='igpo')
     for name in MEASURED['belief']:
         assert read_metrics(asked)[name][1] == pytest.approx(read_metrics(own)[name][1], abs=1e-5)
-    rows = [[row['belief'] for row in read_turns(run, 1) if row['kind'] == 'train'] for run in (asked, own)]
+    rows = [[row['belief'] for row in first_rows(run)] for run in (asked, own)]
     for one, other in zip(*rows, strict=True):
         assert one == pytest.approx(other, abs=1e-6, nan_ok=True)
     logs = torch.tensor([[row[0], row[-2]] for row in rows[0]]).log().mean(0)
@@ -909,23 +906,23 @@ def test_a_dry_run_tells_of_words_that_the_model_does_not_know(tmp_path, monkeyp
     assert sum('has no words for' in line and 'gold_schema' in line for line in lines) == told
 
 
-def test_surprisal_is_of_the_samples_and_entropy_of_the_distributions(tmp_path):
+def test_surprisal_is_of_the_samples_and_entropy_of_the_distributions(quiet):
     """Surprisal is the mean -log-probability of what was sampled. A loss with an entropy term logs the entropy itself,
     and before the first update it is what measuring it says."""
-    run, rows = quiet(tmp_path / 'asked', method='grpo', measure=['entropy'])
+    run, rows = quiet(method='grpo', measure=['belief', 'entropy'])
     logps = [p for t in played(rows) for turn in t.turns for p in turn.action_logps]
     table = read_metrics(run)
     assert table.surprisal[1] == pytest.approx(-sum(logps) / len(logps), rel=1e-5)
-    bonus, _ = quiet(tmp_path / 'bonus', method='grpo', loss={'entropy': .01}, minibatches=1, measure=['entropy'])
+    bonus, _ = quiet(method='grpo', loss={'entropy': .01}, minibatches=1, measure=['entropy'])
     assert read_metrics(bonus).entropy[1] == pytest.approx(table.entropy[1], rel=1e-4)
     assert read_metrics(bonus).entropy[1] != pytest.approx(table.surprisal[1], rel=1e-3)
-    assert 'entropy' not in read_metrics(quiet(tmp_path / 'plain', method='grpo')[0])
+    assert 'entropy' not in read_metrics(quiet(method='grpo')[0])
 
 
-def test_kept_rollouts_tell_of_their_turns_and_states(tmp_path):
+def test_kept_rollouts_tell_of_their_turns_and_states(quiet):
     """Turn rewards, values, beliefs and potentials stand beside the advantages. By TIPS a turn earns α times the step
     of Φ, and what is left at the end; a missing state is null in the file and NaN when it is read."""
-    run, rows = quiet(tmp_path / 'tips', method='tips', options={'alpha': .5}, measure=['belief'])
+    run, rows = quiet(method='tips', options={'alpha': .5}, measure=['belief'])
     for row in rows:
         turns, phi = len(row['trajectory']['turns']), row['potential']
         assert [len(row[k]) for k in ('advantages', 'turn_rewards', 'values')] == [turns] * 3
@@ -945,7 +942,7 @@ def test_kept_rollouts_tell_of_their_turns_and_states(tmp_path):
     assert show_rollout(played(rows)[0], rows[0]['advantages'], measured=rows[0]).html.count('reward ') >= len(
         rows[0]['turn_rewards'])
     assert (read_metrics(run)[['seconds_teacher', 'seconds_evaluate']][1:] > 0).all(axis=None)
-    other, rows = quiet(tmp_path / 'grpo', method='grpo')
+    other, rows = quiet(method='grpo')
     assert 'seconds_teacher' not in read_metrics(other)
     assert all('belief' not in row and 'values' not in row and not any(row['turn_rewards']) for row in rows)
     assert not any('token_advantages' in row for row in rows)   # by GRPO a turn's tokens have one
@@ -973,9 +970,9 @@ def test_a_kept_potential_is_the_one_that_is_paid():
 
 # of each kind of rule: groups, turns, critics of tokens and of turns
 @pytest.mark.parametrize('method', ['tspo', 'vspo', 'ppo', 'turn-ppo'])                # one of each kind of rule
-def test_tokens_with_credit_of_every_step(tmp_path, method):
+def test_tokens_with_credit_of_every_step(quiet, method):
     "Those of the turns whose advantage is not 0, once in each of two epochs; nothing is counted before the first step."
-    run, rows = quiet(tmp_path / 'run', method=method, epochs=2, questions_per_step=4)
+    run, rows = quiet(method=method, epochs=2)
     table = read_metrics(run).set_index('step')
     expected = 2 * sum(len(turn.action_ids) for t, row in zip(played(rows), rows)
                        for turn, a in zip(t.turns, row['advantages']) if a)
@@ -991,8 +988,8 @@ def by_hand(rows):
     return list(zip(right, shown))
 
 
-def test_outcome_and_process_of_every_step(tmp_path):
-    run, rows = quiet(tmp_path / 'run', method='grpo', questions_per_step=6)
+def test_outcome_and_process_of_every_step(quiet, alone):
+    run, rows = quiet(method='grpo', questions_per_step=6)
     table, kinds = read_metrics(run).set_index('step'), by_hand(rows)
     assert len({*kinds}) > 2, 'the seed shows too little'
     names = {(True, True): 'o+p+', (True, False): 'o+p-', (False, True): 'o-p+', (False, False): 'o-p-'}
@@ -1008,11 +1005,10 @@ def test_outcome_and_process_of_every_step(tmp_path):
             context += turn.action_ids + turn.observation_ids
     later = [s for s in starts if s[2]]
     assert table.anchor_share[1] == pytest.approx(sum(starts.count(s) > 1 for s in later) / len(later))
-    alone, _ = quiet(tmp_path / 'alone', method='ppo', group_size=1)
-    assert read_metrics(alone).anchor_share.isna().all() and read_metrics(alone)['o-p-'][1] >= 0
+    assert read_metrics(alone('ppo')).anchor_share.isna().all() and read_metrics(alone('ppo'))['o-p-'][1] >= 0
 
 
-def test_tool_rate_by_tier_where_tiers_are_known(tmp_path, monkeypatch):
+def test_tool_rate_by_tier_where_tiers_are_known(tmp_path, monkeypatch, quiet):
     "From a warm-up's rollouts, or a question's own meta; without tiers nothing is logged."
     group = example_group()
     one = WarmupRollouts([group.question], torch.tensor([2]), [Group(group.question, group.trajectories[:1])],
@@ -1024,13 +1020,13 @@ def test_tool_rate_by_tier_where_tiers_are_known(tmp_path, monkeypatch):
     assert step_metrics.tier_rates([group], tiers) == {'tool_rate_tier_2': 1.}
     assert step_metrics.tier_rates([group], {}) == {}
 
-    none, rows = quiet(tmp_path / 'none', method='grpo')
+    none, rows = quiet(method='grpo')
     assert not [name for name in read_metrics(none) if 'tier' in name]
     ids = [*dict.fromkeys(('tiny', t.question.id) for t in played(rows))]
     tiers = {key: 1 + i % 2 for i, key in enumerate(ids)}
     monkeypatch.setattr(training, 'known_tiers', lambda folder, part='train': tiers)
-    run, again = quiet(tmp_path / 'run', method='grpo')
-    assert again == rows and len(ids) > 1
+    run = train({**ALL, 'method': 'grpo', 'run': str(tmp_path / 'run')}, say=lambda line: None)
+    assert first_rows(run) == rows and len(ids) > 1
     for tier in (1, 2):
         called = [any(turn.call is not None for turn in t.turns) for t in played(rows)
                   if tiers['tiny', t.question.id] == tier]
@@ -1040,9 +1036,10 @@ def test_tool_rate_by_tier_where_tiers_are_known(tmp_path, monkeypatch):
 def test_a_world_that_says_what_is_taught_sorts_its_questions_for_every_rule(tmp_path, monkeypatch):
     "Before what a warm-up found, so that rules with one and without are compared on the same questions."
     monkeypatch.setattr(training, 'known_tiers', lambda *_: {('tiny', f'train-0-{i}'): 1 for i in range(99)})
-    run, rows = quiet(tmp_path, method='grpo', world={'size': 200, 'parametric': .5}, questions_per_step=6)
+    run = train({**ALL, 'method': 'grpo', 'world': {'size': 200, 'parametric': .5}, 'questions_per_step': 6,
+                 'run': str(tmp_path)}, say=lambda line: None)
     for tier in (1, 2):
-        called = [any(turn.call is not None for turn in t.turns) for t in played(rows)
+        called = [any(turn.call is not None for turn in t.turns) for t in played(first_rows(run))
                   if t.question.meta['parametric'] == (tier == 2)]
         assert called and read_metrics(run)[f'tool_rate_tier_{tier}'][1] == pytest.approx(sum(called) / len(called))
     assert step_metrics.taught_tiers([example_group().question]) == {}
@@ -1064,8 +1061,8 @@ def test_a_teachers_period_counts_steps_that_teach_nothing(tmp_path, monkeypatch
 @pytest.mark.long
 def test_a_checkpoint_that_was_cut_says_how_to_go_on(whole, tmp_path, name):
     "It is named, and that removing it helps."
-    run = Path(shutil.copytree(whole[0], tmp_path / 'run', symlinks=True))
-    (run / 'params.yaml').write_text((run / 'params.yaml').read_text().replace(str(whole[0]), str(run)))
+    run = Path(shutil.copytree(whole, tmp_path / 'run', symlinks=True))
+    (run / 'params.yaml').write_text((run / 'params.yaml').read_text().replace(str(whole), str(run)))
     (run / 'summary.json').unlink()
     last = latest_checkpoint(run)[1]
     os.truncate(last / name, (last / name).stat().st_size - 3)

@@ -27,12 +27,10 @@ def ids(groups):
             for g in groups]
 
 
-@pytest.fixture(scope='module')
-def ahead(tmp_path_factory):
+@pytest.fixture
+def ahead(finished):
     "A run one step off that nobody interrupted."
-    folder = tmp_path_factory.mktemp('ahead') / 'whole'
-    assert sit({**AHEAD, 'run': str(folder)}) == 0
-    return folder
+    return finished(**AHEAD)
 
 
 @pytest.fixture
@@ -111,7 +109,7 @@ def test_methods_that_need_the_learner_between(tmp_path, method, more):
 # ---- the same again ----
 
 def test_the_same_settings_give_the_same_run(ahead, tmp_path):
-    train({**AHEAD, 'run': str(tmp_path / 'again')}, say=quiet)
+    assert sit({**AHEAD, 'run': str(tmp_path / 'again')}) == 0
     assert_same(ahead, tmp_path / 'again')
     assert read_metrics(ahead).stale.dropna().tolist() == [0, 2, 2, 2]
 
@@ -119,10 +117,9 @@ def test_the_same_settings_give_the_same_run(ahead, tmp_path):
 @pytest.mark.parametrize('steps, death', [
     (1, 'in the middle of the rollouts of step 1'), (1, 'while the next step is played'),
     (3, 'in the middle of the metrics of step 2, before its checkpoint'), (3, 'in the middle of the last rollouts')])
-def test_a_killed_run_ends_as_if_it_had_not_been(ahead, tmp_path, steps, death):
+def test_a_killed_run_ends_as_if_it_had_not_been(finished, tmp_path, steps, death):
     "Three steps ahead, the checkpoint after step 2 holds steps 3 and 4."
-    settings, whole = {**AHEAD, 'ahead': steps, 'run': str(tmp_path / 'killed')}, ahead
-    if steps > 1: whole = train({**settings, 'run': str(tmp_path / 'whole')}, say=quiet)
+    settings, whole = {**AHEAD, 'ahead': steps, 'run': str(tmp_path / 'killed')}, finished(**{**AHEAD, 'ahead': steps})
     assert death in DEATHS and sit(settings, death=death) < 0
     assert sit({**settings, 'resume': True}) == 0
     assert_same(whole, tmp_path / 'killed')

@@ -232,10 +232,9 @@ def test_a_killed_rank_ends_the_run_on_both_hosts(killed):
 
 
 @pytest.mark.long
-def test_it_goes_on_on_one_host_with_the_numbers_of_a_whole_run(killed, tmp_path):
+def test_it_goes_on_on_one_host_with_the_numbers_of_a_whole_run(killed, finished):
     "The same command, with one rank on one host; DeepSpeed's optimiser is dealt out anew."
-    whole = train({**SHORT, 'run': str(tmp_path / 'whole')}, say=lambda line: None)
-    lines, folder = [], killed[0]
+    whole, lines, folder = finished(**SHORT), [], killed[0]
     again = {'ranks': 1, 'hosts': 1, 'endpoint': 'node0:29500', 'resume': True}
     train({**SHORT, 'run': str(folder), **again}, lines.append)
     assert 'resumed after step 0' in lines and any('final: EM' in line for line in lines)

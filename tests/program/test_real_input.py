@@ -35,9 +35,7 @@ SHORT = dict(data='hotpotqa', steps=5, eval_every=5, questions_per_step=2, group
              test_questions=4, max_turns=3, turn_tokens=16, max_tokens=6000, passages=2, passage_tokens=60, threads=1)
 
 
-@pytest.fixture(autouse=True)
-def on_a_cpu(monkeypatch):
-    monkeypatch.setattr(torch.cuda, 'is_available', lambda: False)
+pytestmark = pytest.mark.usefixtures('on_a_cpu')
 
 
 def check_run(run, model_folder, settings):
