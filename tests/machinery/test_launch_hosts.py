@@ -249,8 +249,8 @@ def test_it_goes_on_on_one_host_with_the_numbers_of_a_whole_run(killed, finished
 # ---- what is refused, or said to be missing, before anything starts ----
 
 @pytest.mark.parametrize('given, message', [
-    (dict(ranks=6, hosts=4, endpoint='node0:1'), 'wanted a multiple of 4, got ranks=6'),
-    (dict(ranks=8, hosts=4), 'wanted endpoint=node0:29500 or the like, got None'),
+    (dict(ranks=6, hosts=4, endpoint='node0:1'), 'ranks=6'),
+    (dict(ranks=8, hosts=4), 'endpoint'),
     (dict(ranks=8, hosts=4, endpoint='node0:99999'), "got 'node0:99999'"), (dict(ranks=1, hosts=0), 'at least 1')])
 def test_hosts_that_cannot_work_are_refused(given, message):
     with pytest.raises(ValueError, match=message): check_hosts(**given)

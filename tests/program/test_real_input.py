@@ -111,7 +111,12 @@ def test_five_steps_of_the_notebook_on_the_real_set(spoken, data, tmp_path):
     assert len(pages) == 2 and all(any(html.escape(q) in page for q in asked) for page in pages)
 
 
-@pytest.mark.parametrize('name', [n for n, b in BENCHMARKS.items() if b.common])
+# sets of the same kind of rows as another's, which the day tries
+ALIKE = ('popqa', 'bamboogle', 'hotpotqa', '2wikimultihopqa')
+
+
+@pytest.mark.parametrize('name', [pytest.param(n, marks=[pytest.mark.nightly] * (n in ALIKE))
+                                  for n, b in BENCHMARKS.items() if b.common])
 def test_a_step_on_every_set(spoken, data, tmp_path, name):
     """Training takes each set in its original format: with its own paragraphs, a corpus found beside it, or without a
     search."""
