@@ -34,7 +34,7 @@ from credit_rl.engine import ScriptedEngine
 from credit_rl.layout import pack, token_logps
 from credit_rl.diagnostics import competence_table, hop_table
 from credit_rl.launch import Ranks
-from credit_rl.learner import BadStep, Learner
+from credit_rl.learner import BadStep
 from credit_rl.metrics import benchmark_metric
 from credit_rl.models import load_model, load_tokenizer
 from credit_rl.outcome import outcome_rewards
@@ -327,30 +327,6 @@ def test_segments_sum_to_what_the_critic_did_not_expect(model, scripted, tmp_pat
     assert table.sign_lost.notna().any()
     # ties are wrong signs
     assert table.sign_kept[1] == 0 and table.value_start[1] == .5 and table.tool_rate[1:].between(.1, 1).all()
-
-
-def test_rows_train_on_what_the_model_wrote_after_its_own_context(model, scripted, tmp_path):
-    """Rows of the kept rollouts: their trained ids are the segments' own, no output of a program is among them, and
-    their log-probabilities are those of a forward of a segment's context and its own tokens alone."""
-    run = quiet({**TINY, 'model': model, 'log_rollouts': 4, 'run': str(tmp_path / 'run')})
-    trained = [trajectory_from_json(r['trajectory']) for r in read_turns(run) if r['kind'] == 'train']
-    assert len(trained) == 2 * 16 and any(x.result is Result.OK for t in trained for x in t.turns)
-    # a script samples nothing
-    unsampled = lambda t: dataclasses.replace(
-        t, turns=[dataclasses.replace(x, action_logps=[0.] * len(x.action_ids)) for x in t.turns])
-    layout = pack([Group(t.question, [unsampled(t)]) for t in trained])
-    network = load_model(model)[0]
-    said, segments = Learner(network).evaluate(layout).logp, [(k, t, x) for t in trained for k, x in enumerate(t.turns)]
-    assert len(segments) == len(layout.ids) > 1.5 * len(trained)
-    for row, (k, t, x) in enumerate(segments):
-        mask, context = layout.token_turns[row] >= 0, list(x.context_ids or t.prompt_ids)
-        assert layout.ids[row][mask].tolist() == list(x.action_ids)
-        assert layout.token_turns[row][mask].unique().tolist() == [k]
-        assert layout.ids[row][:len(context)].tolist() == context and not mask[:len(context)].any()
-        assert not mask[len(context) + len(x.action_ids):].any()
-        with torch.no_grad(): logits = network(torch.tensor([context + list(x.action_ids)])).logits
-        alone = logits[0, len(context) - 1:-1].float().log_softmax(-1).gather(1, torch.tensor(x.action_ids)[:, None])
-        torch.testing.assert_close(said[row][mask], alone[:, 0], atol=1e-4, rtol=0)
 
 
 def test_explained_variance_is_of_the_outcome_at_the_states_before_segments():
