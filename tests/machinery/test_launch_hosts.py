@@ -19,12 +19,12 @@ from credit_rl.runlog import latest_checkpoint, read_metrics, same_metrics
 from credit_rl.settings import Config, check, make_config
 from credit_rl.parameters import by_group, make_parser, read_settings
 from credit_rl.train import train
+from made_runs import SHORT
 
 psutil = pytest.importorskip('psutil')
 ROOT = Path(__file__).resolve().parents[2]
-SHORT = dict(model=str(ROOT / 'data' / 'tiny_base'), steps=3, eval_every=2, questions_per_step=3, group_size=4,
-             questions=50, dev_questions=7, test_questions=7, max_turns=3, turn_tokens=12, kl=.01, learning_rate=1e-4,
-             world={'size': 200}, threads=1, track='', learner='deepspeed', stage=2)
+SHORT = {**SHORT, 'questions_per_step': 3, 'dev_questions': 7, 'test_questions': 7, 'learning_rate': 1e-4,
+         'learner': 'deepspeed', 'stage': 2}
 PATIENCE = 240  # seconds, on a busy machine, in which a command that must end has ended
 
 
