@@ -156,7 +156,7 @@ def test_in_a_browser(tmp_path):
         wide: document.documentElement.scrollWidth})"""
     with open_tab(tmp_path) as tab:
         tab.size(1000, 900)
-        tab.open(page.as_uri())
+        tab.open(page.as_uri(), 'document.readyState === "complete" && document.querySelector(".crl-turn")')
         seen = tab.ask(measure)
     assert seen['title'] == 'group casablanca' and not tab.errors
     left, top, right, height = zip(*seen['cards'])

@@ -76,8 +76,8 @@ BROKEN, BOTH = {'name': 'search', 'arguments': '{"query": '}, {'name': 'search',
 
 @pytest.mark.parametrize('given, call', [
     ({'tool_calls': [{'function': FUNCTION}]}, BOTH), ({'tool_calls': json.dumps([{'function': FUNCTION}])}, BOTH),
-    ({'tool_calls': {'function': FUNCTION}}, BOTH), ({'tool_calls': FUNCTION}, BOTH), ({'function_call': FUNCTION}, BOTH),
-    ({'function_call': json.dumps(FUNCTION)}, BOTH),
+    ({'tool_calls': {'function': FUNCTION}}, BOTH), ({'tool_calls': FUNCTION}, BOTH),
+    ({'function_call': FUNCTION}, BOTH), ({'function_call': json.dumps(FUNCTION)}, BOTH),
     ({'tool_calls': [ONE, {'function': {**FUNCTION, 'arguments': '{"query": "b"}'}}]}, BOTH),
     ({'tool_calls': [ONE, {'function': BROKEN}]}, {'name': 'search', 'queries': ['a']}),
     ({'tool_calls': [ONE, OPEN]}, {'name': 'search', 'queries': ['a', '3'], 'calls': [
