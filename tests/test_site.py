@@ -18,10 +18,10 @@ from credit_rl.methods import METHODS, compose
 from credit_rl.options import Option, flat
 from credit_rl.parts import Row
 from credit_rl.settings import Config, check, make_config
-from browser import find_browser, open_tab
 import build as site_build   # docs/build.py and what it is made of
 import notebooks
 import pages as site_pages
+from browser import open_tab
 from kept import kept
 from links import dead_links, foreign_loads
 from pages import SECTIONS, method_page, page_name, read_archive, stored_about
@@ -324,17 +324,28 @@ def test_make_docs_builds_a_site_without_a_dead_link(site, root):
     broken.write_text(whole)
 
 
+WIDER = """[...document.querySelectorAll('math[display=block]')].filter((e) => e.scrollWidth > e.clientWidth + 1)
+    .map((e) => e.textContent)"""
+
+
 @without_docs
-def test_a_search_finds_the_page_in_a_browser(site, tmp_path):
-    find_browser()
+def test_a_search_finds_the_page_and_no_equation_is_cut(site, tmp_path):
+    "In a window of 1,280 pixels; nothing is loaded from another host."
     handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=str(site))
-    with http.server.ThreadingHTTPServer(('127.0.0.1', 0), handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        top, first = f'http://127.0.0.1:{server.server_port}/', "document.querySelector('.md-search-result__link')"
-        try:
-            with open_tab(tmp_path) as tab:
-                tab.open(top + 'index.html?q=information+gain', first)
-                assert tab.ask(f'{first}.href').startswith(top + 'nbs/1_rules/33_information_gain.html')
-                assert tab.asked and not [url for url in tab.asked if not url.startswith((top, 'data:', 'blob:'))]
-                assert not tab.errors
-        finally: server.shutdown()
+    server = http.server.ThreadingHTTPServer(('127.0.0.1', 0), handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    top = f'http://127.0.0.1:{server.server_port}/'
+    try:
+        with open_tab(tmp_path) as tab:
+            tab.size(1280, 800)
+            tab.open(top + 'index.html?q=information+gain', "document.querySelector('.md-search-result__link')")
+            found = tab.ask("document.querySelector('.md-search-result__link').href")
+            assert found.startswith(top + 'nbs/1_rules/33_information_gain.html')
+            asked = tab.ask("performance.getEntriesByType('resource').map((e) => e.name)")
+            assert asked and not [url for url in asked if not url.startswith((top, 'data:', 'blob:'))]
+            rules = [p for p in sorted(site.glob('nbs/1_rules/*.html')) if 'display="block"' in p.read_text()]
+            for path in rules:
+                tab.open(top + path.relative_to(site).as_posix())
+                assert not tab.ask(WIDER), path.name
+            assert len(rules) > 10 and not tab.errors
+    finally: server.shutdown()

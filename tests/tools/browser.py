@@ -25,11 +25,11 @@ def find_browser():
 
 
 class Tab:
-    "One tab. `errors` are exceptions, console errors and refused requests, in words; `asked`: what it fetched."
+    "One tab. `errors` are exceptions, console errors and refused requests, in words."
     def __init__(self, url, seconds, port):
         import websocket
         self.socket, self.number = websocket.create_connection(url, timeout=seconds), 0
-        self.errors, self.asked, self.seconds, self.port = [], [], seconds, port
+        self.errors, self.seconds, self.port = [], seconds, port
         for domain in ('Page', 'Runtime', 'Log', 'Network'):
             self.call(f'{domain}.enable')
 
@@ -55,7 +55,6 @@ class Tab:
             self.errors.append(' '.join(str(a.get('value', a.get('description'))) for a in p['args']))
         elif method == 'Log.entryAdded' and p['entry']['level'] == 'error':
             self.errors.append(f"{p['entry']['text']} {p['entry'].get('url', '')}")
-        elif method == 'Network.requestWillBeSent': self.asked.append(p['request']['url'])
 
     def ask(self, expression):
         "Value of a JavaScript expression, a promise's when it is kept."
