@@ -139,7 +139,7 @@ def ask_two(folder, wanted):
 
 
 @pytest.fixture(scope='module')
-def runs(tmp_path_factory, finished):
+def runs(tmp_path_factory):
     "Folders of whole runs by kind; one of two ranks is made with all of these, any other when it is first asked for."
     made, place = {}, tmp_path_factory.mktemp('runs')
     asked = {**KINDS, **TEACHERS, MORE: {**KINDS['one rank, stage 2'], 'ranks': 2, 'resume': True}}
@@ -151,7 +151,7 @@ def runs(tmp_path_factory, finished):
             ask_two(place / 'two', [{**SHORT, **asked[kind], 'run': str(run)} for kind, run in pairs.items()])
             made.update(pairs)
         elif kind not in made:
-            made[kind] = finished(**{**SHORT, **asked[kind]})
+            made[kind] = train({**SHORT, **asked[kind], 'run': str(folder(kind))}, say=lambda line: None)
         return made[kind]
     return get
 
