@@ -48,11 +48,7 @@ BARE = ('nq', 'triviaqa', 'popqa', 'bamboogle')  # their rows bring no passages
 QUICK = dict(max_turns=2, turn_tokens=6, max_tokens=16384, passages=2)
 
 
-@pytest.fixture(autouse=True, scope='module')
-def on_a_cpu():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.cuda, 'is_available', lambda: False)
-        yield
+pytestmark = pytest.mark.usefixtures('on_a_cpu')
 
 
 @pytest.fixture(scope='module')
@@ -409,7 +405,7 @@ EMPTY = 'empty.jsonl'
 @pytest.mark.parametrize(
     'changes, error, message',
     [
-        ({'data': 'hotpot'}, ValueError, "did you mean 'hotpotqa'"),
+        ({'data': 'hotpot'}, ValueError, "'hotpotqa'"),
         ({'data': []}, ValueError, 'data'),
         ({'path': 'no/such/file.json'}, FileNotFoundError, 'path'),
         ({'corpus': 'no/corpus'}, FileNotFoundError, 'corpus'),
@@ -418,7 +414,7 @@ EMPTY = 'empty.jsonl'
         ({'data': 'nq', 'path': FILES['nq']}, ValueError, 'passages'),
         ({'model': 'no/such/folder/here'}, ValueError, 'folder'),
         ({'model': 'bare'}, ValueError, 'weights'),
-        ({'model': None}, ValueError, 'model must be given'),
+        ({'model': None}, ValueError, 'given'),
         ({'protocol': 'tspoo'}, ValueError, "'tspoo'"),
         ({'context_tokens': 0}, ValueError, 'context_tokens'),
         ({'dtype': 'float33'}, ValueError, 'dtype must be'),
@@ -426,7 +422,7 @@ EMPTY = 'empty.jsonl'
         ({'questions': 0}, ValueError, 'at least 1'),
         ({'temperature': 0.0}, ValueError, 'temperature'),
         ({'max_tokens': 200}, ValueError, 'room'),
-        ({'split': 'tests', 'path': 'folder'}, ValueError, 'unknown split'),
+        ({'split': 'tests', 'path': 'folder'}, ValueError, 'unknown'),
     ],
 )
 def test_bad_input_is_refused_before_the_model_is_loaded(model, tmp_path, monkeypatch, changes, error, message):

@@ -45,8 +45,8 @@ def test_the_command_leaves_a_model_that_loads(tmp_path, root, monkeypatch):
 
 
 @pytest.mark.parametrize('given, message', [
-    ('sft.questons=9', "no setting 'sft.questons'; did you mean 'sft.questions'?"), ('modle=x', "did you mean 'model'"),
-    ('sft.rollouts=nowhere', 'no such folder'), ('model=nowhere', 'neither a folder'),
+    ('sft.questons=9', "'sft.questions'"), ('modle=x', "'model'"),
+    ('sft.rollouts=nowhere', 'folder'), ('model=nowhere', 'neither a folder'),
 ])
 def test_what_it_does_not_take_is_refused_before_it_plays(tmp_path, root, monkeypatch, given, message):
     monkeypatch.chdir(root)
@@ -259,8 +259,8 @@ def test_low_rank_additions_are_merged_into_what_is_saved(shown, tmp_path):
 
 
 @pytest.mark.parametrize('word, message', [
-    ('protocol=igpo', 'of another prompt'), ('model=OTHER', 'of another tokenizer'),
-    ('sft.demos=nowhere', 'holds no demonstrations'),
+    ('protocol=igpo', 'prompt'), ('model=OTHER', 'tokenizer'),
+    ('sft.demos=nowhere', 'demonstrations'),
 ])
 def test_demonstrations_of_other_words_are_refused(shown, tmp_path, word, message):
     words, place = shown
@@ -276,8 +276,8 @@ def test_demonstrations_of_other_words_are_refused(shown, tmp_path, word, messag
 
 
 @pytest.mark.parametrize('words, message', [
-    (['data=tiny'], 'players of its own'), (['demos.attemps=2'], "did you mean 'demos.attempts'"),
-    (['data=real', 'model=data/tiny_base', 'protocol=carl'], 'has no demonstrations'),
+    (['data=tiny'], 'players'), (['demos.attemps=2'], "'demos.attempts'"),
+    (['data=real', 'model=data/tiny_base', 'protocol=carl'], 'demonstrations'),
 ])
 def test_what_cannot_be_demonstrated_is_refused(tmp_path, root, monkeypatch, words, message):
     monkeypatch.chdir(root)
