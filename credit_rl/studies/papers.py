@@ -8,14 +8,13 @@ __all__ = ['PAPERS', 'SEVEN', 'papers_folder', 'read_paper', 'Entry', 'entries',
            'paper_numbers', 'paper_sentences', 'reported_table', 'report']
 
 # %% ../../nbs/papers/84_papers.ipynb #t002
-import dataclasses, json, math, os, re, shlex, sys, traceback
+import dataclasses, importlib, json, math, os, re, shlex, sys, traceback
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
 import yaml
-from .. import command
 from ..environment import as_played
 from ..estimate import Load, TrainingPlan, likely_load, memory, read_sizes, step_seconds
 from ..evaluate import Evaluation, check_evaluation, read_manifest, read_scores, set_names
@@ -363,14 +362,13 @@ def plan_entry(
                 if not one['test']:
                     rows.append(RunRow(label, made.folder, None, seed or 0, None, tuple(_in_order(before))))
                     continue
-                steps = _checkpoints(made.config, 1 if small else entry.every) if entry.every and made else [None]
+                every = entry.every and (1 if small else entry.every)
+                steps = range(0, made.config.steps + 1, every) if every and made else [None]
                 for step in steps:
                     works = plan.test(one['test'], made, spec.get('model'), step)
                     rows.append(RunRow(label, made and made.folder, None if works[-1].method == 'competence' else
                                        works[-1].folder, seed or 0, step, tuple(_in_order([*before, *works]))))
     return rows
-
-def _checkpoints(c, every): return [*range(0, c.steps + 1, every)]
 
 def _in_order(works):
     "Works with all that must be made before them, each once."
@@ -430,7 +428,7 @@ def _make_here(work):
     "Make a work in this process, its words going to its log: dict as `run_jobs` gives it. To begin one takes longer."
     work.folder.mkdir(parents=True, exist_ok=True)
     with open(work.folder/'log.txt', 'w', encoding='utf-8') as log, redirect_stdout(log), redirect_stderr(log):
-        try: code = command.main(work.words + work.resumed)
+        try: code = importlib.import_module('credit_rl.command').main(work.words + work.resumed)
         except SystemExit as e: code = e.code
         except Exception: code = traceback.print_exc() or 1
         if isinstance(code, str): print(code)

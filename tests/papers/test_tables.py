@@ -132,7 +132,7 @@ def test_a_folder_says_what_is_set_over_its_file():
     warm = {r.label: next((w for w in r.works if w.method == 'warmup'), None) for r in carl}
     assert warm['7B CARL, cold'] is None and warm['7B CARL, random'].config.must_pass is False
     (row,) = [r for r in carl if r.label == '3B Search-R1 PPO, random']
-    assert f'critic.warmed={row.works[0].folder}' in row.works[1].words and row.works[0].config.model == SMALL
+    assert f'critic.warmed={row.works[2].folder}' in row.works[3].words and row.works[2].config.model == SMALL
     assert sum(r.label == '7B CARL, curated' for r in carl) == 3                            # seeds
     # what is known without tools is asked once a model, and read by warm-ups, logs, and what a run is examined on
     works = all_works(carl) + all_works(plan_entry(find_entry('carl', 'table 16'), 'x'))
