@@ -44,11 +44,13 @@ end   = @rm $(VENV)/.installing && touch $@
 failed = || { rm -f $(VENV)/.installing; exit 1; }   # pip has said why; what is there stays
 
 .DEFAULT_GOAL := help
-.PHONY: help demo compare carl real reports quick test test-long test-all test-vllm test-gpu faults long small programs nights readme docs \
+.PHONY: help demo mine compare carl real reports quick test test-long test-all test-vllm test-gpu faults long small programs nights readme docs \
     lab export clean
 
 help:
 	@echo 'make demo      train on the tiny world, a few minutes on a CPU   (SEED=101 for another seed)'
+	@echo 'make mine      an agent that searches your documents, from the folder `mine` (FOLDER=NAME for another): a file of'
+	@echo '               questions and answers, documents, perhaps a model; called again it goes on'
 	@echo 'make compare   TSPO against GRPO on the same budget, three seeds each, with the comparison report'
 	@echo 'make carl      a critic teaches when to ask, where half of it is known, five minutes of a CPU'
 	@echo 'make real      SmolLM2 learns to search Wikipedia passages: fetch, demonstrate, fine-tune, reinforce; an hour'
@@ -164,6 +166,17 @@ real: $(VENV)/.ok-real
 	    dtype=$(REAL_DTYPE)
 	$(call part,5/5 the page)
 	@$(PY) -m credit_rl.view runs/real/tspo --rules tspo grpo outcome+folr/group
+
+# One's own questions and documents: the commands that `credit-rl new` says. What is over is not made again.
+FOLDER ?= mine
+CREDIT := $(PY) -m credit_rl.command
+ON     := --params $(FOLDER)/credit.yaml resume=true
+mine: $(VENV)/.ok-real
+	@ls $(FOLDER)/*/config.json > /dev/null 2>&1 || $(CREDIT) fetch smollm2 $(FOLDER)/model
+	@[ -e $(FOLDER)/credit.yaml ] || $(CREDIT) new $(FOLDER)
+	@$(CREDIT) demos $(ON) run=$(FOLDER)/runs/demos questions=48
+	@$(CREDIT) sft $(ON) run=$(FOLDER)/runs/sft sft.demos=$(FOLDER)/runs/demos sft.epochs=1 sft.batch=8 sft.learning_rate=3.0e-4
+	@$(CREDIT) train $(ON) model=$(FOLDER)/runs/sft/model
 
 # COMPARE holds the arguments of `python -m credit_rl.compare`.
 COMPARE ?= --methods tspo grpo --seeds 101 102 103 --params runs/params/demo.yaml --out runs/compare_demo \

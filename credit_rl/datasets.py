@@ -407,7 +407,7 @@ def new_main(arguments=None):  # list of str; None: the command line's
     except (ValueError, OSError, ImportError) as e: parser.exit(1, f'credit-rl new: {error_line(e)}\n')
     first = '' if found['model'] else 'credit-rl fetch smollm2\n'
     runs, small = Path(given.folder)/'runs', bool(found['corpus']) and tells != 'search-r1'     # writes no calls by itself
-    taught = (f'credit-rl demos --params {out} run={runs}/demos\ncredit-rl sft --params {out} run={runs}/sft '
+    taught = (f'credit-rl demos --params {out} run={runs}/demos questions=48\ncredit-rl sft --params {out} run={runs}/sft '
               f'sft.demos={runs}/demos sft.epochs=1 sft.batch=8 sft.learning_rate=3.0e-4\n') * small
     start = f' model={runs}/sft/model' * small
     print(f'{out}: {told} questions of {found["data"]}, searched is {found["corpus"]}, the model is {found["model"]}\n'

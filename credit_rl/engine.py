@@ -382,7 +382,7 @@ def check_request(
     most,  # int, the engine's max_length
 ):
     "Refuse ids that do not continue a kept conversation, are none, or fill the context. Raises ValueError."
-    if kept and (len(ids) <= len(kept) or ids[:len(kept)] != kept):
+    if ids[:len(kept)] != kept:
         raise ValueError(f'conversation {key!r}: the {len(ids)} ids submitted do not continue the {len(kept)} that are '
                          'kept; release or rewind it first')
     if not 0 < len(ids) < most:
@@ -427,6 +427,7 @@ class _Stream:
         instead of the sampling's. Raises ValueError if that contradicts what the cache holds."""
         row, ids, most = self.rows.get(key) or _Row(key), list(ids), self.engine.max_length
         check_request(key, ids, [] if row.slot is None else self.batch.ids[row.slot, :row.held].tolist(), most)
+        row.read = min(row.read, len(ids) - 1)   # a message that goes on where it stopped brings no new id
         row.ids, row.stop = ids, min(len(ids) + (self.sampling.max_tokens if max_tokens is None else max_tokens), most)
         row.strings = self.sampling.stop if stop is None else tuple(stop)
         if row.strings != self.sampling.stop: self.may_stop = self.may_stop | self.engine.may_stop(row.strings)

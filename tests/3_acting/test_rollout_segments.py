@@ -339,6 +339,10 @@ def test_rewinding(model):
     assert stream.rewind('a', ids) == 0                                               # nothing has been read yet
     ((first,),) = stream
     whole = ids + first.ids
+    stream.submit('a', whole, seed=9)                    # goes on where it stopped, as behind a fence that ends no program
+    ((more,),) = stream
+    assert more.ids == engine.generate([whole], SamplingParams(max_tokens=4), seeds=[9]).ids[0]
+    whole += more.ids
     with pytest.raises(ValueError, match='release'): stream.submit('a', ids + [1, 2, 3, 4, 5])
     for other in (whole + [5], whole[:-1] + [5, 6], ids + [7], ids[:3] + [7, 8], [7, 8, 9], ids):
         before, fresh = stream.entered, engine.generate([other], SamplingParams(max_tokens=4), seeds=[9])

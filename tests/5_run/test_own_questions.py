@@ -4,6 +4,7 @@ import io
 import json
 import re
 import shutil
+import subprocess
 
 import pytest
 import yaml
@@ -101,6 +102,9 @@ def test_the_page_on_own_data_runs_as_it_stands(place, root, tmp_path, monkeypat
     page = (root / 'nbs' / 'your_data.md').read_text()
     first, second = ([line.split('#')[0].split()[1:] for line in block.splitlines()]
                      for block in re.findall(r'```bash\n(.*?)\n```', page, re.S))
+    made = subprocess.run(['make', '-n', '-o', '.venv/.ok-real', 'mine'], cwd=root, text=True, stdout=subprocess.PIPE).stdout
+    named = [{*line.split()[3:]} for line in made.splitlines() if 'credit_rl.command' in line]     # make mine does the same
+    assert [words - {'resume=true'} for words in named[2:]] == [{*words} for words in first[1:]]
     shutil.copytree(place, tmp_path / 'mine')
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr('sys.stdin', io.StringIO('Who keeps the lighthouse of Orvane?\n'))
