@@ -286,8 +286,8 @@ class _Planner:
         file, after, seeds = own.pop(verb), (), own.pop('seeds', [None])
         seed = None if self.small else seed or seeds[0]
         if verb == 'pool':
-            if self.small and own['split'] == 'train': own |= {'model': 'data/tiny_carl', 'protocol': 'carl-tiny-direct'}
-            elif self.small: own['model'] = str(self.root/'bytes')
+            tiny = {'model': 'data/tiny_carl', 'protocol': 'carl-tiny-direct'}
+            if self.small: own |= tiny if own['split'] == 'train' else {'model': str(self.root/'bytes')}
             work = self._work(verb, file, own, {n: v for n, v in self.trained.items() if n in _FREE})
             named = {n: own[n] for n in ('model', 'split')}
             return dataclasses.replace(work, folder=self.root/_folder_name(verb, named))
@@ -404,7 +404,8 @@ def price(work):
     known = _TRAINING if c.split == 'train' else _QUESTIONS
     asked = c.tries * sum(min(c.questions or math.inf, known.get(n, 500)) for n in set_names(c.data))
     plan, most = TrainingPlan(ranks=c.ranks, width=2, gpu=True), c.max_tokens // 2
-    return step_seconds(sizes, plan, Load(asked * most, most), 120)['acting'] * c.ranks / 3600, (3e4 if c.tries == 1 else 200.) * asked
+    hours = step_seconds(sizes, plan, Load(asked * most, most), 120)['acting'] * c.ranks / 3600
+    return hours, (3e4 if c.tries == 1 else 200.) * asked
 
 def plan_table(works):  # list of Work
     "What is done, running or missing, and what it costs: a pandas DataFrame, a row for each folder."

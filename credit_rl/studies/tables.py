@@ -334,8 +334,8 @@ def _add_legend(fig, axes):
     "One legend for all panels, below them, as many columns as they are wide."
     for ax in axes: ax.title.set_fontsize(7.5)
     named = {label: h for ax in axes for h, label in zip(*ax.get_legend_handles_labels())}
-    columns = int(fig.get_figwidth() * 14 / (6 + max(map(len, named), default=0)))
-    fig.legend(named.values(), named, loc='outside lower center', ncols=max(1, min(3, columns)), frameon=False, fontsize=8)
+    columns = max(1, min(3, int(fig.get_figwidth() * 14 / (6 + max(map(len, named), default=0)))))
+    fig.legend(named.values(), named, loc='outside lower center', ncols=columns, frameon=False, fontsize=8)
 
 def _curves(rows):
     "Metrics of runs under their labels, with what follows from them: DataFrame."
@@ -466,7 +466,8 @@ def _advantage_figure(rows):
     for ax, (name, own) in zip(axes, found.items()):
         ax.hist(own, 41, range=(-limit, limit), color=colours[name])
         ax.axvline(0, color='black', lw=.6)
-        ax.set(title=f'{name}: {len(own):,} tokens', xlabel='advantage of a token', ylabel='tokens')
+        ax.set(xlabel='advantage of a token', ylabel='tokens')
+        ax.set_title(f'{name}: {len(own):,} tokens', fontsize=7.5)
         ax.locator_params(nbins=5)
     return fig
 
@@ -587,7 +588,7 @@ def _tier_table(rows):
     return pd.DataFrame(columns)
 
 def _asking_rates(
-    rows,         # the label `tries` is that of a pool; several, `tries 7B`, are for the labels that begin so, `7B CARL`
+    rows,         # the label `tries` is that of a pool; `tries 7B` is one for the labels that begin so, `7B CARL`
     sets=None,    # names of the sets that count; None: all
 ):
     """Who calls a tool, who is right, and who answers wrong, by tier (CARL tables 3 and 19): a pandas DataFrame, means
@@ -761,7 +762,7 @@ def _entry_lines(
     said, table = report(entry.paper, entry.name), hasattr(drawing, 'to_string')
     lines = [f'== {entry.paper}, {entry.name}: {entry.title}', *[f'differs: {entry.differs}'] * bool(entry.differs)]
     if said is not None: lines += ['the paper:', said if isinstance(said, str) else said.round(4).to_string()]
-    if table: lines += ['these runs:', drawing.to_string(float_format=lambda x: f'{x:.4g}')]
+    if table: lines += ['these runs:', drawing.to_string(float_format=lambda x: f'{x:.4g}', max_colwidth=60)]
     elif out is None: lines.append('a figure: give --out FOLDER')
     if out:
         path = Path(out)/f'{entry.paper}_{entry.name}{".csv" if table else ".png"}'.replace(' ', '_')
