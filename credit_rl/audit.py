@@ -407,8 +407,7 @@ def _rule_credit(
     """What a run's method gives every turn of rollouts, 0 in groups that it leaves out: (N, K), and the cost: dict, with
     the share of rollouts whose outcome the method pays otherwise than `outcome` (N,) says."""
     look, since = run.look(), time.monotonic()
-    batch = assign(run.method, groups, look, torch.Generator().manual_seed(seed), run.prefix,
-                   tree=run.config.tree)
+    batch = assign(run.method, groups, look, torch.Generator().manual_seed(seed), run.prefix, tree=run.tree)
     out = torch.zeros(index_groups(groups)[0].shape)
     if not batch.empty:
         found = turn_means(batch.credit.advantages, batch.layout).nan_to_num().float()
@@ -442,7 +441,7 @@ def _teach_critic(run, step):
     "Let a run's critic learn from a batch that its policy plays. Without advantages the policy has nothing to learn."
     groups, rewards = play_step(run.actor, run.method, step)
     batch = assign(run.method, groups, run.look(step), torch.Generator().manual_seed(step), run.prefix, rewards,
-                   run.config.tree)
+                   run.tree)
     if batch.empty: return
     nothing = torch.zeros_like(batch.credit.advantages)
     run.learner.step(batch.layout, batch.seen, dataclasses.replace(batch.credit, advantages=nothing))

@@ -655,7 +655,7 @@ def _bases(jobs, folder, say):
     for job in jobs:
         if not _wants_base(job) or job.settings.get('regime'): continue
         config = make_config({n: v for n, v in job.settings.items() if n in asked})
-        known = known_worlds(tiny_worlds(config, job.seed))
+        known = known_worlds(tiny_worlds(config.world, config.sizes, job.seed))
         # parametric facts belong to a world
         carl = (job.settings.get('protocol') or '').startswith('carl')
         name = f'carl-{job.seed}' if carl else str(job.seed)

@@ -10,7 +10,7 @@ import os, shutil
 from pathlib import Path
 import torch
 from .estimate import measure_tflops, read_sizes
-from .launch import ranks_here, set_torch
+from .launch import set_torch
 from .parameters import error_line
 
 # %% ../nbs/machinery/59_dry_run.ipynb #d5906
@@ -23,22 +23,22 @@ def complaints(
     return []
 
 # %% ../nbs/machinery/59_dry_run.ipynb #d5909
-def _ranks_here(host): return ranks_here(host.ranks, host.hosts.file, host.hosts.count)
-
 def rank_tflops(
-    host,             # Host
+    tflops=None,      # as it is set; None: it is measured
     dtype='float32',  # of the weights: a name of PyTorch's
+    tf32=None,        # see Torch
+    here=1,           # ranks of this host, which share a processor
 ):
     """What a rank does, 10¹² FLOPs a second, as it is set, or measured by products in the run's own numbers, and a line
     that says so: (float, str)."""
-    how, tflops, precise = 'taking', host.tflops, torch.get_float32_matmul_precision()
+    how, precise = 'taking', torch.get_float32_matmul_precision()
     if not tflops:
         how = f'measured on this host in {dtype}:'
-        set_torch(tf32=host.torch.tf32)
+        set_torch(tf32=tf32)
         try: tflops = measure_tflops(dtype=getattr(torch, dtype))
         finally: torch.set_float32_matmul_precision(precise)
-        # of these products a model on a GPU reaches some two thirds (62_setup); ranks share a processor
-        tflops *= .65 if torch.cuda.is_available() else 1 / _ranks_here(host)
+        # of these products a model on a GPU reaches some two thirds (62_setup)
+        tflops *= .65 if torch.cuda.is_available() else 1 / here
     return tflops, f'({how} {tflops:.3g} TFLOP/s for a rank that learns)'
 
 # %% ../nbs/machinery/59_dry_run.ipynb #d5911
@@ -47,26 +47,29 @@ def is_large(model):
     return model != 'tiny' and read_sizes(model).parameters > 2e7
 
 def no_gpu(
-    host,   # Host: ranks, hosts, tflops
-    model,  # folder or name
+    model,        # folder or name
+    ranks=1,
+    here=1,       # those of this host
+    tflops=None,  # of a rank, where the estimate takes what is set
 ):
     "What to say where ranks, or a model that is no toy, would find no GPU: list of str."
-    if torch.cuda.device_count() or not (host.ranks > 1 or is_large(model)): return []
-    return [f'no GPU: {_ranks_here(host)} rank{"s" * (_ranks_here(host) > 1)} would share the processor and memory of '
-            'this host' + ', and take far longer than the estimate says' * bool(host.tflops)]
+    if torch.cuda.device_count() or not (ranks > 1 or is_large(model)): return []
+    return [f'no GPU: {here} rank{"s" * (here > 1)} would share the processor and memory of this host'
+            + ', and take far longer than the estimate says' * bool(tflops)]
 
 # %% ../nbs/machinery/59_dry_run.ipynb #d5915
 def _gigabytes(size): return f'{size / 1e9:.1f} GB' if size >= 1e9 else f'{size / 1e6:.3g} MB'
 
 def missing_room(
-    folder,  # Path of the run
-    keep,    # checkpoints that are kept
-    host,    # Host
-    needs,   # dict of bytes, from `memory`
+    folder,     # Path of the run
+    keep,       # checkpoints that are kept
+    here,       # ranks of this host
+    needs,      # dict of bytes, from `memory`
+    vllm=None,  # dict, of VLLMSettings, where it acts beside each rank
 ):
     "What disk, memory and GPUs of this host lack for a run that keeps so many checkpoints in a folder: list of str."
     folder = next(p for p in (folder.absolute(), *folder.absolute().parents) if p.exists())
-    here, gpus = _ranks_here(host), torch.cuda.device_count()
+    gpus = torch.cuda.device_count()
     asked = here * (needs.get('host', 0) if gpus else needs.get('filled', needs['rank'])) + needs.get('writer', 0)
     file = needs.get('file', 0)
     # one is being written; of the best the weights stay
@@ -79,22 +82,22 @@ def missing_room(
     wrong = [f'{where} has {_gigabytes(free)} free, but {what} {_gigabytes(size)}'
              for where, free, what, size in rooms if size > free]
     if gpus and gpus < here: wrong.append(f'{here} ranks need as many GPUs, but there are {gpus}')
-    return wrong + [line for i in range(min(gpus, here)) for line in _missing_gpu(host, needs, i)]
+    return wrong + [line for i in range(min(gpus, here)) for line in _missing_gpu(needs, i, vllm)]
 
 # %% ../nbs/machinery/59_dry_run.ipynb #d5917
-def _missing_gpu(host, needs, i):
+def _missing_gpu(needs, i, vllm):
     "What GPU `i` lacks: list of str."
     size, get = torch.cuda.get_device_properties(i).total_memory, lambda *names: sum(needs.get(n, 0) for n in names)
     wrong, when = [], ' at its start, when models are whole' if needs['rank'] == needs.get('start') else ''
     if (whole := get('rank', 'search')) > size:
         wrong.append(f'GPU {i} has {size / 1e9:.1f} GB, but a rank needs at least {whole / 1e9:.1f} GB{when}')
-    if host.engine != 'vllm': return wrong
-    taken = host.vllm.get('arguments', {}).get('gpu_memory_utilization', .9) * size
+    if vllm is None: return wrong
+    taken = vllm.get('arguments', {}).get('gpu_memory_utilization', .9) * size
     if taken and get('acting copy', 'keys and values') > taken:
         wrong.append(f'GPU {i} has {taken / 1e9:.1f} GB for vLLM, but its weights and one trajectory take '
                      f'{get("acting copy", "keys and values") / 1e9:.1f} GB')
     lies = max(get('weights', 'gradients', 'optimiser', 'frozen models'), get('acting copy'),
-               0 if host.vllm.get('sleep_level') else get('start')) + get('search')    # vLLM starts beside the policy
+               0 if vllm.get('sleep_level') else get('start')) + get('search')    # vLLM starts beside the policy
     if taken and taken + lies > size:
         wrong.append(f'GPU {i} has {size / 1e9:.1f} GB, of which vLLM takes {taken / 1e9:.1f} GB, but '
                      f'{lies / 1e9:.1f} GB are the learner\'s: give arguments: {{gpu_memory_utilization: …}} among the '

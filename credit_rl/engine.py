@@ -521,6 +521,7 @@ def attention_window(model):  # Hugging Face causal model
 
 class HFEngine:
     "Generate with a Hugging Face causal model on its own device; the model may be the one that is being trained."
+    hollow = False   # whether a sleep cost the weights, as it may of others
 
     def __init__(self, model, tokenizer,
                  max_length=4096,     # most ids in a conversation
@@ -581,6 +582,9 @@ class HFEngine:
     def wake(self):
         "Nothing to do for this engine; others reload here."
 
+    def close(self):
+        "Nothing to do for this engine; others end a program here."
+
 # %% ../nbs/3_acting/20_engine.ipynb #c051
 class ScriptedEngine:
     """An engine whose words come from `act(text, rng) -> text`: everything so far as text, and a `random.Random` of
@@ -603,6 +607,10 @@ class ScriptedEngine:
 
     def release(self, key):
         "Nothing is kept."
+
+    hollow = False
+    def load(self, *named): "A program has no weights, and nothing to free or to end."
+    sleep = wake = close = load
 
     def __iter__(self):
         while self.waiting:

@@ -10,7 +10,7 @@ __all__ = ['NEAR', 'measure', 'by_set', 'summarize', 'score', 'evaluate', 'boots
            'evaluation_table', 'evaluation_figure', 'main', 'pool_main', 'ask_typed']
 
 # %% ../nbs/3_acting/27_evaluate.ipynb #c002
-import contextlib, dataclasses, functools, importlib.metadata, itertools, json, math, os, platform, re, shutil, sys, time, warnings
+import contextlib, dataclasses, functools, importlib.metadata, itertools, json, math, platform, re, shutil, sys, time, warnings
 from dataclasses import dataclass
 from pathlib import Path
 import numpy as np, torch
@@ -179,7 +179,10 @@ def check_evaluation(settings):  # Evaluation
     """Refuse settings that cannot work. Raises ValueError or FileNotFoundError with what was got, what is wanted, and
     how to mend it."""
     s = settings
-    _check_baseline(s.baseline, s.protocol)
+    if s.baseline is not None and s.baseline not in BASELINES:
+        raise ValueError(f'there is no baseline {s.baseline!r}{nearest(s.baseline, BASELINES)}')
+    if s.baseline is not None and s.protocol is not None:
+        raise ValueError(f'baseline {s.baseline!r} brings its own protocol: leave protocol={s.protocol!r} out')
     if s.tries > 1 and (s.greedy or s.gaps):
         raise ValueError(f'{s.tries} tries at a question are sampled, and gaps are of greedy play: give greedy=false')
     if s.gaps and (s.engine != 'hf' or not s.greedy):
@@ -191,19 +194,12 @@ def check_evaluation(settings):  # Evaluation
         raise ValueError(f"vllm holds settings of engine='vllm', but engine is {s.engine!r}")
     if s.engine == 'vllm':
         rank_gpu(s.vllm, s.ranks)
-        check_vllm_settings(_vllm(s), s.sampling, s.max_tokens)
+        check_vllm_settings(_vllm(s.dtype, s.ranks, s.vllm), s.sampling, s.max_tokens)
     check_hosts(s.ranks, s.hosts.file, s.hosts.count, s.hosts.endpoint)
     check_threads(s.torch.threads)
     read_template(s.template.name)
     for name in set_names(s.data):
         for what in ('path', 'corpus'): _place(name, getattr(s, what), what)
-
-def _check_baseline(baseline, protocol):
-    "Refuse a baseline that there is not, naming the nearest, and one besides a protocol. Raises ValueError."
-    if baseline is None: return
-    if baseline not in BASELINES: raise ValueError(f'there is no baseline {baseline!r}{nearest(baseline, BASELINES)}')
-    if protocol is not None:
-        raise ValueError(f'baseline {baseline!r} brings its own protocol: leave protocol={protocol!r} out')
 
 # %% ../nbs/3_acting/27_evaluate.ipynb #fl271
 def question_key(question):
@@ -265,26 +261,32 @@ def _note_inside(name, asked, model):
 # %% ../nbs/3_acting/27_evaluate.ipynb #c045
 def _content(questions): return json_hash([[q.id, q.text, list(q.answers)] for q in questions])
 
-def _questions(name, source, choice, seed):
-    """Load the questions of one set that are asked, and say where they come from. Raises ValueError naming the
-    set."""
-    bench, path = get_benchmark(name), _place(name, source.path, 'path')
-    split = choice.split or bench.eval_split
-    try: pool = load_questions(bench.file or name, path, split, choice.on_error, source.columns, source.tokens)
+# %% ../nbs/3_acting/27_evaluate.ipynb #c045s1
+def open_set(
+    settings,  # Evaluation
+    name,      # a data set of BENCHMARKS
+    opened,    # dict: saved indexes that are open already
+):
+    """What is asked of a set and where it is searched: (questions, what to say about them), and (has search(queries,
+    k), what to say about its passages, about itself), three times None where nothing is searched. Raises ValueError
+    naming the set."""
+    s, bench = settings, get_benchmark(name)
+    path, split = _place(name, s.path, 'path'), s.split or bench.eval_split
+    try: pool = load_questions(bench.file or name, path, split, s.on_error, s.columns, s.tokens)
     except RowError: raise
     except ValueError as e: raise ValueError(f'{name}: {e}') from None
-    if source.questions and len(pool) < source.questions:
-        warnings.warn(f'{name}: {source.questions} questions were asked for, but '
+    if s.questions and len(pool) < s.questions:
+        warnings.warn(f'{name}: {s.questions} questions were asked for, but '
                       f'{path or bench.file or bench.folder or bench.hub[0]} has {len(pool)} of split {split!r}')
     golds, _ = empty_golds(pool)
     if golds: warnings.warn(f'{name}: {gold_note(pool)}')
-    kept = _without_dev(pool, choice.leave_out)
+    kept = _without_dev(pool, s.leave_out)
     if not kept:
-        raise ValueError(f'{name}: all {len(pool)} questions are left out by leave_out={choice.leave_out}, so none is '
+        raise ValueError(f'{name}: all {len(pool)} questions are left out by leave_out={s.leave_out}, so none is '
                          'left to ask: take another split')
-    asked = subsample(kept, source.questions, seed) if source.questions else kept
-    taught = train_keys(choice.model)
-    dev = {'dev_left_out': len(pool) - len(kept), 'dev_inside': _note_inside(name, asked, choice.model),
+    asked = subsample(kept, s.questions, s.seed) if s.questions else kept
+    taught = train_keys(s.model)
+    dev = {'dev_left_out': len(pool) - len(kept), 'dev_inside': _note_inside(name, asked, s.model),
            'train_inside': sum(question_key(q) in taught for q in asked)}
     about = {
         'dataset': name, 'split': split,
@@ -292,32 +294,20 @@ def _questions(name, source, choice, seed):
         'loaded': len(pool), 'loaded_hash': _content(pool), 'asked': len(asked), 'asked_hash': _content(asked),
         'skipped': len(pool.skipped), 'ids': [q.id for q in asked], **({'empty_golds': golds} if golds else {}),
         **{k: v for k, v in dev.items() if v}}
-    return asked, about
+    return (asked, about), _open_search(s, name, opened)
 
-# %% ../nbs/3_acting/27_evaluate.ipynb #c045s1
-def _retriever(name, source, choice, protocol, opened):
-    """Open the search of one set, what to say about its passages and about itself; three times None for a set that is
-    not searched."""
-    if source.has_own: return source.own_tools(), None, None
-    corpus = _place(name, source.corpus, 'corpus')
-    given = isinstance(source.corpus, dict) and corpus
-    if not is_searched(name, protocol, given, choice.baseline):
-        if len(set_names(source.data)) == 1 and is_searched(name, protocol, corpus, choice.baseline):
+def _open_search(settings, name, opened):
+    "Open the search of one set, as `open_set` does."
+    s = settings
+    if s.has_own: return s.own_tools(), None, None
+    corpus = _place(name, s.corpus, 'corpus')
+    if not is_searched(name, s.protocol, isinstance(s.corpus, dict) and corpus, s.baseline):
+        if len(set_names(s.data)) == 1 and is_searched(name, s.protocol, corpus, s.baseline):
             warnings.warn(f'{name} is asked without a search, and {corpus} is not looked at: to search it give '
                           f'corpus as {{{name}: {corpus}}}')
         return None, None, None
-    return open_search(name, _place(name, source.path, 'path'), corpus, choice.split or get_benchmark(name).eval_split,
-                       choice.on_error, opened, source.search_settings)
-
-def open_set(
-    settings,  # Evaluation
-    name,      # a data set of BENCHMARKS
-    opened,    # dict: saved indexes that are open already
-):
-    """What is asked of a set and where it is searched: (questions, what to say about them), and (has search(queries,
-    k), what to say about its passages, about itself), three times None where nothing is searched. Raises ValueError."""
-    s = settings
-    return _questions(name, s, s, s.seed), _retriever(name, s, s, s.protocol, opened)
+    return open_search(name, _place(name, s.path, 'path'), corpus, s.split or get_benchmark(name).eval_split,
+                       s.on_error, opened, s.search_settings)
 
 # %% ../nbs/3_acting/27_evaluate.ipynb #c053
 def _versions(engine='hf'):
@@ -331,26 +321,15 @@ def _versions(engine='hf'):
     return {'python': platform.python_version(), **{p: version(p) for p in packages}}
 
 # %% ../nbs/3_acting/27_evaluate.ipynb #c055
-def _hf_engine(folder, s, limit):
-    model, tokenizer = load_model(folder, s.dtype)
-    return HFEngine(model, tokenizer, max_length=limit, max_rows=s.batch)
-
-def _vllm(s):
-    "Collect the settings of a vLLM engine: with other ranks it has a process of its own."
-    return {'dtype': s.dtype, **({'own_process': True} if s.ranks > 1 else {}), **s.vllm}
-
-def _vllm_engine(folder, s, limit):
-    return VLLMEngine(folder, load_tokenizer(folder), max_length=limit, max_rows=s.batch,
-                      settings=VLLMSettings(**_vllm(s)), gpu=rank_gpu(s.vllm, s.ranks))
-
-# name → function(model folder, Evaluation, most ids of a conversation) → engine
-_ENGINES = {'hf': _hf_engine, 'vllm': _vllm_engine}
+def _vllm(dtype, ranks, vllm):
+    "Settings of a vLLM engine: with other ranks it has a process of its own."
+    return {'dtype': dtype, **({'own_process': True} if ranks > 1 else {}), **vllm}
 
 # %% ../nbs/3_acting/27_evaluate.ipynb #c056
 class _LazyModel:
     "Who plays: tokenizer and identity at once, the weights when they are needed."
-    def __init__(self, s, engine=None):   # engine: one that is there already
-        self.settings, self._engine, self.limit, self.vocabulary = s, engine, s.max_tokens, None
+    def __init__(self, s, engine=None):   # Evaluation, read here and kept by nobody; an engine that is there already
+        self.limit, self.vocabulary, self._make = s.max_tokens, None, lambda: engine
         if engine is not None:
             self.tokenizer, self.name = engine.tokenizer, type(engine).__name__
             self.model = {'name': s.model, 'hash': None}
@@ -358,17 +337,19 @@ class _LazyModel:
             return
         if s.model is None:
             raise ValueError('model must be given: a Hugging Face folder, or a name of the form owner/model')
-        self.folder, self.name = local_folder(s.model), s.engine
-        config, files = read_json(self.folder/'config.json'), model_hashes(self.folder)
-        self.tokenizer, self.vocabulary = load_tokenizer(self.folder), config.get('vocab_size')
+        folder, self.name = local_folder(s.model), s.engine
+        config, files = read_json(folder/'config.json'), model_hashes(folder)
+        self.tokenizer, self.vocabulary = load_tokenizer(folder), config.get('vocab_size')
         self.limit = min(self.limit, config.get('max_position_embeddings') or self.limit)
         self.model = {'name': s.model, 'hash': json_hash(files), 'files': files}
+        how = {'max_length': self.limit, 'max_rows': s.batch}
+        if s.engine == 'hf': self._make = lambda: HFEngine(*load_model(folder, s.dtype), **how)
+        else: self._make = lambda: VLLMEngine(
+            folder, load_tokenizer(folder), settings=VLLMSettings(**_vllm(s.dtype, s.ranks, s.vllm)),
+            gpu=rank_gpu(s.vllm, s.ranks), **how)
 
-    @property
-    def engine(self):
-        "The engine; loads the model on its first use."
-        if self._engine is None: self._engine = _ENGINES[self.name](self.folder, self.settings, self.limit)
-        return self._engine
+    @functools.cached_property
+    def engine(self): return self._make()   # loads the model on its first use
 
 # %% ../nbs/3_acting/27_evaluate.ipynb #c057
 def _refuse_long(plan_name, questions, env):
@@ -381,19 +362,55 @@ def _refuse_long(plan_name, questions, env):
                          'take a model of longer positions)')
     check_prompts(env, questions)
 
-# %% ../nbs/3_acting/27_evaluate.ipynb #n5ask
-def _asking(s, player, env):
-    "The part of a manifest that says who is asked, and how."
-    chat = env.chat
-    contexts = {'context_tokens': s.context_tokens} if chat.protocol.context_tag else {}
-    if chat.protocol.runs_code: contexts['output_chars'] = env.tool.output_chars
+# %% ../nbs/3_acting/27_evaluate.ipynb #c058
+def _observation_style(tokens, form):
+    "How observations are cut and written, as far as that is not as usual: dict."
+    own = {'observation_tokens': tokens, 'observation_format': form}
+    return {name: value for name, value in own.items() if value not in (None, 'lines')}
+
+@dataclass(frozen=True)
+class _BenchmarkPlan:
+    "One benchmark, ready to be played: everything but the weights."
+    name: str
+    questions: list
+    environment: object
+    manifest: dict
+    sampling: SamplingParams
+    seed: int
+    tries: int    # answers to each question
+    metric: str   # what words are scored by
+    gaps: bool    # whether the distance of the two best tokens is written
+
+# %% ../nbs/3_acting/27_evaluate.ipynb #c058s1
+def _plan_evaluation(
+    settings,     # Evaluation
+    name,         # a data set of BENCHMARKS
+    player,       # _LazyModel
+    opened=None,  # dict: saved indexes that are open already
+):
+    """Load questions and passages of one set, make its environment and its manifest: `_BenchmarkPlan`. Raises on what
+    cannot be played."""
+    s, opened, bench = settings, {} if opened is None else opened, get_benchmark(name)
+    (questions, rows), (search, corpus, retriever) = open_set(s, name, opened)
+    env = make_environment(player.tokenizer, search, s, player.vocabulary, s.baseline)
+    env = dataclasses.replace(env, max_tokens=player.limit, reward=s.own_reward())
+    _refuse_long(name, questions, env)
+    chat, base, shown = env.chat, BASELINES.get(s.baseline), s.observation
+    limits = {'max_turns': env.max_turns, 'turn_tokens': s.turn_tokens, 'max_tokens': env.max_tokens}
+    if chat.protocol.context_tag: limits['context_tokens'] = s.context_tokens
+    if chat.protocol.runs_code: limits['output_chars'] = env.tool.output_chars
     program = {n: v for n, v in vars(s.program).items() if v != getattr(ProgramLimits, n) and n != 'output_chars'}
-    contexts |= {n: v for n, v in (('program', program), ('notes', s.messages.notes)) if v not in ({}, 'asked')}
-    contexts |= {n: v for n in ('prompt_tokens', 'response_tokens') if (v := getattr(s, n)) is not None}
-    base = BASELINES.get(s.baseline)
-    base = {'baseline': {'name': s.baseline, 'when': base.when, 'max_turns': base.max_turns}} if base else {}
-    return {
-        **base,
+    limits |= {n: v for n, v in (('program', program), ('notes', s.messages.notes)) if v not in ({}, 'asked')}
+    limits |= {n: v for n in ('prompt_tokens', 'response_tokens') if (v := getattr(s, n)) is not None}
+    manifest = {
+        'settings': {**flat(s), 'data': bench.file or name},
+        'questions': rows,
+        'metric': {'name': 'reward' if s.reward or s.has_own and search.scores else _metric_of(name, s.metric),
+                   'rel_tol': bench.rel_tol},
+        'corpus': corpus,
+        'retriever': retriever and {**retriever, 'top_k': s.passages, 'passage_tokens': shown.passage_tokens,
+                                    **_observation_style(shown.tokens, shown.format)},
+        **({'baseline': {'name': s.baseline, 'when': base.when, 'max_turns': base.max_turns}} if base else {}),
         'model': player.model,
         'tokenizer': tokenizer_hash(player.tokenizer),
         'engine': player.name,
@@ -405,55 +422,15 @@ def _asking(s, player, env):
         'history': chat.history,
         'template': {'hash': chat.template and json_hash(chat.template), 'options': chat.options},
         'decoding': {**vars(s.sampling), 'stop': chat.stop, **({'tries': s.tries} if s.tries > 1 else {})},
-        'limits': {'max_turns': env.max_turns, 'turn_tokens': s.turn_tokens, 'max_tokens': env.max_tokens, **contexts},
-    }
-
-# %% ../nbs/3_acting/27_evaluate.ipynb #c058
-def _observation_style(conversation):
-    "How observations are written and cut, as far as that is not as usual: dict."
-    c = conversation
-    own = {'observation_tokens': c.observation.tokens, 'observation_format': c.observation.format}
-    return {name: value for name, value in own.items() if value not in (None, 'lines')}
-
-@dataclass(frozen=True)
-class _BenchmarkPlan:
-    "One benchmark, ready to be played: everything but the weights."
-    name: str
-    questions: list
-    environment: object
-    manifest: dict
-
-# %% ../nbs/3_acting/27_evaluate.ipynb #c058s1
-def _plan_evaluation(
-    settings,     # Evaluation
-    name,         # a data set of BENCHMARKS
-    player,       # _LazyModel
-    opened=None,  # dict: saved indexes that are open already
-):
-    """Load questions and passages of one set, make its environment and its manifest: `_BenchmarkPlan`. Raises on what
-    cannot be played."""
-    s, opened = settings, {} if opened is None else opened
-    (questions, rows), (search, corpus, retriever) = open_set(s, name, opened)
-    env = make_environment(player.tokenizer, search, s, player.vocabulary, s.baseline)
-    env = dataclasses.replace(env, max_tokens=player.limit, reward=s.own_reward())
-    _refuse_long(name, questions, env)
-    bench = get_benchmark(name)
-    manifest = {
-        'settings': {**flat(s), 'data': bench.file or name},
-        'questions': rows,
-        'metric': {'name': 'reward' if s.reward or s.has_own and search.scores else _metric_of(name, s.metric),
-                   'rel_tol': bench.rel_tol},
-        'corpus': corpus,
-        'retriever': retriever and {**retriever, 'top_k': s.passages, 'passage_tokens': s.observation.passage_tokens,
-                                    **_observation_style(s)},
-        **_asking(s, player, env),
+        'limits': limits,
         'seed': s.seed,
         'versions': _versions(player.name),
         'code': code_hashes('evaluate'),
         'machine': {'device': 'cuda' if torch.cuda.is_available() else 'cpu', 'threads': torch.get_num_threads(),
                     'batch': s.batch},
     }
-    return _BenchmarkPlan(name, questions, env, json.loads(json.dumps(manifest)))
+    return _BenchmarkPlan(name, questions, env, json.loads(json.dumps(manifest)), s.sampling, s.seed, s.tries, s.metric,
+                          s.gaps)
 
 # %% ../nbs/3_acting/27_evaluate.ipynb #c061
 def _flat(value, name=''):
@@ -542,21 +519,21 @@ def _pooled(rows):
 
 _TOGETHER = 64   # rows packed together, and questions of a pool: what is held at once
 
-def _play(plan, questions, player, each, progress=None):
+def _play(plan, questions, engine, each, progress=None):
     """Play questions of a plan; `each` is called with lists of rows as they end, `progress` with the number of those
     rows."""
-    s, engine, open_tries = player.settings, player.engine, {}
+    open_tries = {}
     def over(trajectories):
-        rows = [question_row(t, plan.name, s.metric) for t in trajectories]
-        if s.gaps: rows = [{**r, 'gap': _smallest_gap(engine.model, t)} for r, t in zip(rows, trajectories)]
-        if s.tries > 1:
+        rows = [question_row(t, plan.name, plan.metric) for t in trajectories]
+        if plan.gaps: rows = [{**r, 'gap': _smallest_gap(engine.model, t)} for r, t in zip(rows, trajectories)]
+        if plan.tries > 1:
             for row in rows: open_tries.setdefault(row['id'], []).append(row)
-            whole = [i for i in dict.fromkeys(r['id'] for r in rows) if len(open_tries[i]) == s.tries]
+            whole = [i for i in dict.fromkeys(r['id'] for r in rows) if len(open_tries[i]) == plan.tries]
             rows = [_pooled(open_tries.pop(i)) for i in whole]
         if rows: each(rows)
-    most = len(questions) if s.tries == 1 else _TOGETHER                  # rollouts are let go of after so many questions
+    most = len(questions) if plan.tries == 1 else _TOGETHER           # rollouts are let go of after so many questions
     for i in range(0, len(questions), most):
-        rollout(engine, plan.environment, questions[i:i + most], s.tries, s.sampling, s.seed, progress, over)
+        rollout(engine, plan.environment, questions[i:i + most], plan.tries, plan.sampling, plan.seed, progress, over)
 
 def _write_json(path, value): path.write_text(json.dumps(value, indent=1, ensure_ascii=False) + '\n', encoding='utf-8')
 
@@ -663,8 +640,8 @@ def _play_left(place, plan, player, shown, ranks=Ranks()):
     there = ranks.once(lambda: _ids_so_far(place, plan))
     mine = ranks.share([q for q in plan.questions if q.id not in there])
     if mine:
-        with shown(len(mine) * player.settings.tries) as progress, RunLog(place/f'rank-{ranks.rank}', resume=True) as log:
-            _play(plan, mine, player, lambda rows: log.turns(0, rows), progress)
+        with shown(len(mine) * plan.tries) as progress, RunLog(place/f'rank-{ranks.rank}', resume=True) as log:
+            _play(plan, mine, player.engine, lambda rows: log.turns(0, rows), progress)
     ranks.wait()
     return len(there)
 
@@ -677,9 +654,8 @@ def _show(name, say, bar, ranks, number):
         with tqdm(total=number, desc=name, disable=not bar) as shown: yield shown.update
 
 # %% ../nbs/3_acting/27_evaluate.ipynb #n6sets
-def _evaluate_sets(s, player, plans, say, progress, ranks=Ranks()):
+def _evaluate_sets(folder, player, plans, say, progress, ranks=Ranks()):
     "Play the sets that are not done, or this rank's part of them; the first rank writes."
-    folder = Path(s.run)
     if ranks.first: folder.mkdir(parents=True, exist_ok=True)
     with Hold(folder) if ranks.first else contextlib.nullcontext():
         done = ranks.once(lambda: {plan.name: _is_done(folder/plan.name, plan) for plan in plans})
@@ -721,10 +697,11 @@ def run_evaluation(
     check_evaluation(s)
     if s.healthy and not is_rank(): say(f'when it goes well:\n{s.healthy.rstrip()}')
     set_torch(s.torch.threads, s.torch.tf32)
-    player = _LazyModel(s, engine)
+    folder, player = Path(s.run), _LazyModel(s, engine)
     plans = [_plan_evaluation(s, name, player, opened) for name in set_names(s.data)]
-    over = not is_rank() and all(_is_done(Path(s.run)/plan.name, plan) for plan in plans)
-    return on_ranks('credit_rl.evaluate', s, say, lambda ranks: _evaluate_sets(s, player, plans, say, progress, ranks),
+    over = not is_rank() and all(_is_done(folder/plan.name, plan) for plan in plans)
+    play = lambda ranks: _evaluate_sets(folder, player, plans, say, progress, ranks)
+    return on_ranks('credit_rl.evaluate', s, say, play,
                     lambda s: Path(s.run).mkdir(parents=True, exist_ok=True) or Hold(s.run), over)
 
 # %% ../nbs/3_acting/27_evaluate.ipynb #c077
@@ -774,13 +751,6 @@ def set_folders(folder):
     folder = Path(folder)
     return [folder] if (folder/'manifest.json').is_file() else [folder/name for name in read_scores(folder)]
 
-def _play_again(plan, player, bar):
-    "Play all questions of a plan and write nothing: dict id → row."
-    rows = []
-    with _show(plan.name, None, bar, Ranks(), len(plan.questions)) as progress:
-        _play(plan, plan.questions, player, rows.extend, progress)
-    return {row['id']: row for row in json.loads(json.dumps(rows))}
-
 def replay_evaluation(
     folder,         # of a run, or of one set in it
     engine=None,    # as for `run_evaluation`
@@ -801,7 +771,10 @@ def replay_evaluation(
         plan = _plan_evaluation(s, set_names(before['settings']['data'])[0], player)
         inputs = manifest_differences(before, plan.manifest, ignore=()) + _question_differences(rows, plan.questions)
         for line in inputs: say(f'{plan.name}, input: {line}')
-        now = _play_again(plan, player, progress)
+        again = []
+        with _show(plan.name, None, progress, Ranks(), len(plan.questions)) as bar:
+            _play(plan, plan.questions, player.engine, again.extend, bar)
+        now = {row['id']: row for row in json.loads(json.dumps(again))}
         changed = [line for r in rows if r['id'] in now and (line := _row_difference(r, now[r['id']]))]
         for line in changed: say(f'{plan.name}, {line}')
         out[plan.name] = ReplayResult(tuple(inputs), tuple(changed), len(now))
@@ -978,7 +951,7 @@ def ask_typed(arguments=None):  # list of str; None: the command line's
             raise ValueError('give corpus=FOLDER (or a file, an index, a url), which is searched, or protocol=direct')
         check_evaluation(s)
         name, player = set_names(s.data)[0], _LazyModel(s)
-        search, *_ = _retriever(name, s, s, s.protocol, {})
+        search, *_ = _open_search(s, name, {})
         env = make_environment(player.tokenizer, search, s, player.vocabulary, s.baseline)
         env = dataclasses.replace(env, max_tokens=player.limit)
         _aloud(player.engine, say)

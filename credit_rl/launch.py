@@ -452,6 +452,9 @@ class Processes(SettingsGroup):
     hosts: Hosts = setting(Hosts(), 'several hosts')
     torch: Torch = setting(Torch(), 'what PyTorch has one of in a process')
 
+    @property
+    def here(self): return ranks_here(self.ranks, self.hosts.file, self.hosts.count)   # ranks of this host
+
 # %% ../nbs/machinery/03_launch.ipynb #v0304
 def set_torch(
     threads=None,  # of a CPU; None: as they are

@@ -33,7 +33,7 @@ from .protocol import PROTOCOLS, prompt_hash
 from .runlog import (MAY_CHANGE, RunLog, SilentLog, check_same_params, hold_run, latest_checkpoint, read_json,
                               read_metrics, read_params, stored_folders)
 from .settings import DOZEN, Config, Keeping, Learning, check, data_sets, tree_notes
-from .setup import (Examiner, bound_method, examine, make_backend, make_engine, make_setup, origin_of, plan_of, players,
+from .setup import (Examiner, bound_method, examine, make_engine, make_setup, origin_of, plan_of, players,
                              real_questions, real_search, start_critic)
 from .train import end_interrupted, keeping_bad
 from .vllm_engine import EngineLost
@@ -102,22 +102,6 @@ def check_warming(
                          f'them, got {c.prompts} for protocol {c.protocol}')
 
 # %% ../nbs/5_run/65_prepare.ipynb #c010
-def _collecting(c, metric, part):
-    """How rollouts of a part are collected. The held-out ones are curated whatever the taught ones are, or there would
-    be nothing to compare, and under all prompts, which the gate asks under."""
-    kind = 'random' if part == 'train' and c.collected == 'random' else 'curated'
-    same = {'collected': kind} | ({} if part == 'train' else {'prompts_by': 'all'})
-    return CollectionPlan(**{name: getattr(c, name) for name in options_in(Collection)} | same, metric=metric,
-                          seed=seed_of('warm-up', c.seed, part))
-
-def _elsewhere(c, env):
-    "The environment whose programs search elsewhere; None where there is no search."
-    if env.tool.search is None: return None
-    if c.other_corpus:
-        waits = (None, *c.search_settings[1:])
-        return searching(env, open_search(data_sets(c)[0], c.path, c.other_corpus, settings=waits)[0])
-    return searching(env, Missing(env.tool.search.retriever, c.other_misses))
-
 def _embedder(name):
     "A function list of str → array of a sentence-transformers model; None without a name. Raises ImportError."
     if name is None: return None
@@ -126,18 +110,6 @@ def _embedder(name):
         raise ImportError(f'embed={name!r} needs sentence-transformers: pip install credit_rl[dense], or leave it out '
                           'for TF-IDF') from e
     return SentenceTransformer(name, trust_remote_code=False).encode
-
-# %% ../nbs/5_run/65_prepare.ipynb #c011
-def _gather(path, player, env, questions, how, other, embed, say, model):
-    """Rollouts to teach or to examine on, collected by all ranks as `how` and `other` say, or read from the file where
-    they were kept: `WarmupRollouts`."""
-    if not player.ranks.once(path.exists):
-        asked = lambda: prompt_hash(with_prompt(env, 'direct').chat.protocol)
-        known = player.ranks.once(lambda: pool_tiers(how.pool, questions, how.metric, model, asked())) if how.pool else None
-        found = collect(player, env, questions, how, other, _embedder(embed), say, known)
-        player.ranks.once(lambda: found.save(path))
-        player.ranks.once(lambda: shutil.rmtree(path.with_name('played'), ignore_errors=True))
-    return read_collected(path)
 
 # %% ../nbs/5_run/65_prepare.ipynb #c013
 def _drift(
@@ -149,7 +121,7 @@ def _drift(
     return kl(seen.ref_logp, seen.logp, 'k1', trained)[trained].mean().item()
 
 # %% ../nbs/5_run/65_prepare.ipynb #c014
-def _summary(c, history, exam, learner):
+def _summary(history, how, exam, learner):
     "What a warm-up came to: dict of JSON values."
     (step, report), (_, first) = history[-1], history[0]
     starts, _ = exam.read(learner)
@@ -157,9 +129,8 @@ def _summary(c, history, exam, learner):
     place = {q.id: i for i, q in enumerate(exam.data.questions)}
     chances, outcomes = starts[[place[g.question.id] for g in chosen]].clamp(0, 1), outcome_rewards(chosen, exam.metric)
     return {
-        'kind': 'warm-up', 'collected': c.collected, 'method': c.method, 'seed': c.seed, 'step': step,
-        'passed': report.passed and step >= c.warm_least, 'must_pass': c.must_pass, 'failed': report.failed,
-        'report': asdict(report), 'before': asdict(first), 'head': get_method(c.method).critic['head'],
+        'step': step, 'passed': report.passed and step >= how.least, 'must_pass': how.must_pass,
+        'failed': report.failed, 'report': asdict(report), 'before': asdict(first),
         'value_tier': {str(t): starts[tiers == t].mean().item() for t in (1, 2)},
         'ece': expected_calibration_error(chances, outcomes), 'brier': brier(chances, outcomes),
         'calibration': [[round(p, 6), y] for p, y in zip(chances.tolist(), outcomes.tolist())],
@@ -175,17 +146,6 @@ def _warmup_over(
     if not (c.resume and path.exists()): return None
     summary, most = read_json(path), 0 if c.collected == 'cold' else c.warm_steps
     return summary if summary['passed'] or summary['step'] >= most else None
-
-# %% ../nbs/5_run/65_prepare.ipynb #c016
-def _keep_step(log, learner, keep, times, say, kept):
-    """Log an examination, and save after it, or between two where it is time. Leaves where an end was asked for."""
-    step, (examined, report), loss = kept['step'], kept['history'][-1], kept['loss']
-    if step == examined:
-        row = {name: report[name] for name in ('auc', 'sign_accuracy', 'explained_variance', 'sign_kept', 'sign_lost')}
-        log.metrics(step, **row, **({} if math.isnan(loss) else {'loss': loss}))
-    if not times.due() and step != examined: return
-    save_point(log, step, learner, lambda folder: torch.save(kept, folder/'warmup.pt'), keep, times.ranks)
-    times.saved(f'step {step}', say)
 
 # %% ../nbs/5_run/65_prepare.ipynb #c017
 def _plan(c):
@@ -204,7 +164,7 @@ def _forecast(c):
     "The estimate of a warm-up, as lines."
     sizes, plan, most = read_sizes(c.model), _plan(c), c.per_tier
     n = min(c.questions, c.sorted_questions or c.questions) + c.dev_questions
-    (tflops, taken), length = rank_tflops(c, c.dtype), c.max_tokens
+    (tflops, taken), length = rank_tflops(c.tflops, c.dtype, c.torch.tf32, c.here), c.max_tokens
     took = lambda rollouts: step_seconds(sizes, plan, Load(rollouts * length, length), tflops)
     most = 2 * (sum(most) if isinstance(most, (list, tuple)) else 2 * most)  # of both parts
     rollouts = n * c.tries + min(n, most) * len(c.prompts) * c.repeats
@@ -221,20 +181,21 @@ def prepare(
     c = make_warming(config) if isinstance(config, dict) else config
     say = say or (speak if is_rank() else lambda line: print(line, flush=True))
     if c.dry_run:
-        if c.other_corpus: open_search(data_sets(c)[0], c.path, c.other_corpus)
+        if c.other_corpus: open_search(data_sets(c.data)[0], c.path, c.other_corpus)
         return examine(c, say, Examiner(check_warming, _weigh, _forecast))
     check_warming(c)
     over = _warmup_over(c) is not None
     if not (over or is_rank()):
         if c.model != 'tiny': find_model(c.model)
-        for line in [*_forecast(c), *no_gpu(c, c.model)] if is_large(c.model) else (): say(line)
+        lines = [*_forecast(c), *no_gpu(c.model, c.ranks, c.here, c.tflops)] if is_large(c.model) else []
+        for line in lines: say(line)
     return on_ranks('credit_rl.prepare', c, say, lambda ranks: _prepare(c, say, ranks),
                     lambda s: hold_run(s, (*MAY_CHANGE, 'warm_steps')), over, c.checkpoints.restarts,
                     c.checkpoints.grace)
 
 # %% ../nbs/5_run/65_prepare.ipynb #c019
 def _prepare(c, say, ranks):
-    "The warm-up, or this rank's part of it."
+    "The warm-up, or this rank's part of it. Returns its folder."
     say = say if ranks.first else lambda line: None
     if _warmup_over(c):
         check_same_params(c)
@@ -242,61 +203,69 @@ def _prepare(c, say, ranks):
         return Path(c.run)
     set_torch(c.torch.threads, c.torch.tf32)
     with watch_signals(c.run) as asked, RunLog(c.run, c.resume, c.trackers) if ranks.first else SilentLog(c.run) as log:
-        return _warm_folder(c, log, SaveTimes(asked, c.checkpoints.minutes, ranks), say)
-
-# %% ../nbs/5_run/65_prepare.ipynb #sp654
-def _warm_folder(c, log, times, say):
-    "Warm up into a run folder that this process holds, which gets its parameters. Returns it."
-    ranks = times.ranks
-    real = None if c.data == 'tiny' else (real_questions(c, c.seed), real_search(c, c.protocol))
-    for line in tree_notes(c.tree, 'a warm-up reads its states as rows of their own'): say(line)
-    with log.beginning():
-        log.write_params(flat(c), (*MAY_CHANGE, 'warm_steps'))
-        origin = origin_of(c)
-        stage = ranks.in_turn(lambda: make_setup(c, origin, say, real))
-        metric = bound_method(c, stage.chat).metric
-        engine = make_engine(c, origin.start, stage.model, stage.chat.tokenizer)
-    keep = lambda questions, play, name: play_parts(
-        log.folder/'played'/str(name), [questions[i:i + 256] for i in range(0, len(questions), 256)], play, times, say)
-    player, data = Sampler(engine, c.sampling, players(c, ranks), keep), {}
-    try:
-        for part, most in (('train', c.sorted_questions), ('dev', None))[c.collected == 'cold':]:
-            env, path = stage.environments[part], log.folder/f'rollouts-{part}.jsonl.gz'
-            data[part] = _gather(path, player, env, subsample(stage.questions[part], most or len(stage.questions[part]), c.seed),
-                                   _collecting(c, metric, part), _elsewhere(c, env), c.embed,
-                                   lambda line: say(f'{part}: {line}'), c.model)
-    finally:
-        if c.engine != 'hf': engine.close()
-    exam = Examination(data['dev'], stage.environments['dev'], metric, c.row_tokens)
-    teaching = _warming_learner(c, origin, stage.model)
-    decode = stage.chat.tokenizer.decode
-    made = lambda e: {'step': e.step, 'states': [{'text': decode(ids), 'outcome': outcome} for ids, outcome in e.pairs]}
-    with keeping_bad(log, made, 'warm-up, '):
-        learner, history = _teach(teaching, data.get('train'), exam, log, times, say)
-    summary = {**_summary(c, history, exam, learner), 'protocol': stage.chat.protocol.name,
-               'prompt_hash': prompt_hash(stage.chat.protocol),
-               'rendered_hash': prompt_hash(stage.chat)}
-    write_warmed(log.folder, learner, stage.chat.tokenizer, summary, log, ranks)
-    ranks.wait()
-    say(('passed: ' if history[-1][1].passed else 'NOT passed: ') + str(history[-1][1]))
-    return log.folder
+        times = SaveTimes(asked, c.checkpoints.minutes, ranks)
+        real = None if c.data == 'tiny' else (real_questions(c, c.seed), real_search(c, c.protocol))
+        for line in tree_notes(c.tree, 'a warm-up reads its states as rows of their own'): say(line)
+        with log.beginning():
+            log.write_params(flat(c), (*MAY_CHANGE, 'warm_steps'))
+            origin = origin_of(c)
+            stage = ranks.in_turn(lambda: make_setup(c, origin, say, real))
+            metric = bound_method(c, stage.chat).metric
+            engine = make_engine(c, origin.start, stage.model, stage.chat.tokenizer)
+        keep = lambda asks, play, name: play_parts(
+            log.folder/'played'/str(name), [asks[i:i + 256] for i in range(0, len(asks), 256)], play, times, say)
+        player, data = Sampler(engine, c.sampling, players(c.engine, ranks), keep), {}
+        try:
+            for part, most in (('train', c.sorted_questions), ('dev', None))[c.collected == 'cold':]:
+                env, asks = stage.environments[part], stage.questions[part]
+                path = log.folder/f'rollouts-{part}.jsonl.gz'
+                if not ranks.once(path.exists):
+                    asks, other = subsample(asks, most or len(asks), c.seed), None
+                    if c.other_corpus and env.tool.search:
+                        waits = (None, *c.search_settings[1:])
+                        other = open_search(data_sets(c.data)[0], c.path, c.other_corpus, settings=waits)[0]
+                    elif env.tool.search: other = Missing(env.tool.search.retriever, c.other_misses)
+                    words = lambda: prompt_hash(with_prompt(env, 'direct').chat.protocol)
+                    known = ranks.once(lambda: pool_tiers(c.pool, asks, metric, c.model, words())) if c.pool else None
+                    # the held-out ones are curated whatever the taught ones are, or there would be nothing to compare,
+                    # and under all prompts, which the gate asks under
+                    own = {name: getattr(c, name) for name in options_in(Collection)}
+                    own['collected'] = 'random' if (part, c.collected) == ('train', 'random') else 'curated'
+                    if part == 'dev': own['prompts_by'] = 'all'
+                    plan = CollectionPlan(**own, metric=metric, seed=seed_of('warm-up', c.seed, part))
+                    found = collect(player, env, asks, plan, other and searching(env, other), _embedder(c.embed),
+                                    lambda line: say(f'{part}: {line}'), known)
+                    ranks.once(lambda: found.save(path))
+                    ranks.once(lambda: shutil.rmtree(path.with_name('played'), ignore_errors=True))
+                data[part] = read_collected(path)
+        finally: engine.close()
+        exam = Examination(data['dev'], stage.environments['dev'], metric, c.row_tokens)
+        how = WarmUp(0 if c.collected == 'cold' else c.warm_steps, c.warm_least, c.warm_every, c.warm_batch,
+                     c.head_rate, c.backbone_rate, c.warm_rise, c.adamw.clip, c.row_tokens, c.must_pass, c.seed,
+                     c.stop.bad_step)
+        critic = start_critic({**get_method(c.method).critic, 'kind': 'shared', 'mix': 1.}, stage.model, c.seed)
+        if c.learner.checkpointing: stage.model.gradient_checkpointing_enable({'use_reentrant': False})
+        frozen = FrozenModels(load_model(origin.base, origin.dtype)[0], offload=tuple(c.learner.offload))
+        learner = critic_learner(stage.model, critic.head, how, frozen, c.temperature, c.learner.backend(c.dtype),
+                                 critic.at)
+        decode = stage.chat.tokenizer.decode
+        states = lambda pairs: [{'text': decode(ids), 'outcome': outcome} for ids, outcome in pairs]
+        made = lambda e: {'step': e.step, 'states': states(e.pairs)}
+        with keeping_bad(log, made, 'warm-up, '):
+            history = _teach(learner, how, data.get('train'), exam, log, times, say, c.checkpoints.keep)
+        about = {'kind': 'warm-up', 'collected': c.collected, 'method': c.method, 'seed': c.seed}
+        summary = {**about, **_summary(history, how, exam, learner), 'head': get_method(c.method).critic['head'],
+                   'protocol': stage.chat.protocol.name, 'prompt_hash': prompt_hash(stage.chat.protocol),
+                   'rendered_hash': prompt_hash(stage.chat)}
+        write_warmed(log.folder, learner, stage.chat.tokenizer, summary, log, ranks)
+        ranks.wait()
+        say(('passed: ' if history[-1][1].passed else 'NOT passed: ') + str(history[-1][1]))
+        return log.folder
 
 # %% ../nbs/5_run/65_prepare.ipynb #t6502
-def _warming_learner(c, origin, model):
-    """How a run's critic is taught, the learner that teaches it, and how many checkpoints are kept: (WarmUp, Learner,
-    int)."""
-    how = WarmUp(0 if c.collected == 'cold' else c.warm_steps, c.warm_least, c.warm_every, c.warm_batch, c.head_rate,
-                 c.backbone_rate, c.warm_rise, c.adamw.clip, c.row_tokens, c.must_pass, c.seed, c.stop.bad_step)
-    critic = start_critic({**get_method(c.method).critic, 'kind': 'shared', 'mix': 1.}, model, c.seed)
-    if c.learner.checkpointing: model.gradient_checkpointing_enable({'use_reentrant': False})
-    frozen = FrozenModels(load_model(origin.base, origin.dtype)[0], offload=tuple(c.learner.offload))
-    teacher = critic_learner(model, critic.head, how, frozen, c.temperature, make_backend(c), critic.at)
-    return how, teacher, c.checkpoints.keep
-
-def _teach(teaching, data, exam, log, times, say):
-    "Teach a critic on what was collected, from the last checkpoint on: the learner, and its examinations."
-    (how, learner, keep), kept = teaching, None
-    found = times.ranks.once(lambda: latest_checkpoint(log.folder))
+def _teach(learner, how, data, exam, log, times, say, keep):
+    "Teach a critic on what was collected, from the last checkpoint on: its examinations. So many checkpoints are kept."
+    found, kept = times.ranks.once(lambda: latest_checkpoint(log.folder)), None
     log.cut(found[0] if found else -1)
     if found:
         learner.restore(found[1])
@@ -304,10 +273,16 @@ def _teach(teaching, data, exam, log, times, say):
     pairs = data and make_pairs(data.groups, data.buckets, exam.metric)
     taught = f'{len(pairs.contexts)} states of {len(data.groups)} rollouts to teach, ' if data else ''
     say(f'{taught}{len(exam.pairs.contexts)} states of {len(exam.data.groups)} rollouts to examine on')
-    try:
-        store = lambda state: _keep_step(log, learner, keep, times, say, state)
-        return learner, warm_up(learner, pairs, lambda: exam(learner), how, say, store, kept)
-    except GateFailed as e: return learner, e.history
+    def store(state):       # after an examination, or between two where it is time; leaves where an end was asked for
+        step, (examined, report), loss = state['step'], state['history'][-1], state['loss']
+        if step == examined:
+            row = {name: report[name] for name in (*GATE, 'sign_kept', 'sign_lost')}
+            log.metrics(step, **row, **({} if math.isnan(loss) else {'loss': loss}))
+        if not times.due() and step != examined: return
+        save_point(log, step, learner, lambda folder: torch.save(state, folder/'warmup.pt'), keep, times.ranks)
+        times.saved(f'step {step}', say)
+    try: return warm_up(learner, pairs, lambda: exam(learner), how, say, store, kept)
+    except GateFailed as e: return e.history
 
 # %% ../nbs/5_run/65_prepare.ipynb #c023
 def gate_history(folder):

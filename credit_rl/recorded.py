@@ -264,7 +264,7 @@ def recorded_tokenizer(recording):
     the run does not say."""
     from huggingface_hub import try_to_load_from_cache
     if recording.settings is None: raise NotKept('whose tokens these are is not known: the run names no model')
-    model = own_tokenizer(recording.settings)
+    model = own_tokenizer(recording.settings.model, recording.settings.protocol)
     if not isinstance(model, str): return model
     if Path(model).exists() or isinstance(try_to_load_from_cache(model, 'config.json'), str):
         return load_tokenizer(model)

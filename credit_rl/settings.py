@@ -17,7 +17,7 @@ import torch
 from .benchmarks import find_benchmark, get_benchmark, with_columns
 from .engine import Decoding, SamplingParams
 from .environment import Conversation, Source, as_played, asked_protocol, protocol_row
-from .launch import Processes, check_hosts, check_threads, ranks_here
+from .launch import Processes, check_hosts, check_threads
 from .layout import AVERAGES
 from .learner import CRITICS, Optimiser, check_offload
 from .losses import kl, policy_terms
@@ -29,6 +29,7 @@ from .parts import Facts, Loss
 from .protocol import PROTOCOLS, reword
 from .rollout import check_lengths
 from .runlog import RunFolder, check_trackers, read_json
+from .sharded import DeepSpeedBackend
 from .scoring import SCHEMA_OPTION, read_schema, schema_warning, teacher_chat
 from .tiny import tiny_tokenizer
 from .trees import check_tree
@@ -65,6 +66,9 @@ class Task(Source):
                             'of which as many are taken as there are; {}: all of them in one pool')
     dev_questions: int = setting(210, 'questions that choose the checkpoint', least=1)
     test_questions: int = setting(600, 'questions that are reported', least=1)
+
+    @property
+    def sizes(self): return dict(zip(SPLITS, (self.questions, self.dev_questions, self.test_questions)))   # by part
 
     def __post_init__(self):
         super().__post_init__()
@@ -115,6 +119,9 @@ class Acting(Policy, Conversation, Decoding):
         return bool(row and row.context_tag)
 
     @property
+    def most_rows(self): return self.max_turns if self.edits_contexts else 1   # of a trajectory, one for each segment
+
+    @property
     def words(self): return {**super().words, 'gold_schema': self.gold_schema}   # arguments of `reword`
 
     @property
@@ -130,6 +137,10 @@ class LearnerChoice(SettingsGroup):
     offload: list = setting([], "of 'reference' and 'teacher': models of their own that lie in the host's memory, and "
                                 'on the device only while they read')
     checkpointing: bool = setting(False, 'of activations: less memory for a third more time')
+
+    def backend(self, dtype):
+        "What a learner runs through: `DeepSpeedBackend`, or None for plain PyTorch."
+        return None if self.kind == 'plain' else DeepSpeedBackend(self.stage, dtype, self.deepspeed)
 
 @dataclass(frozen=True)
 class Host(Processes, EngineChoice):
@@ -402,22 +413,14 @@ def check(
     if c.path is not None and not Path(c.path).exists(): raise ValueError(f'path {c.path!r} does not exist')
 
 # %% ../nbs/5_run/61_settings.ipynb #c020
-def data_sets(task):
-    "Names of the data sets that a task mixes."
-    if Path(task.data).is_file(): return [task.data]                              # a name with a comma, perhaps
-    return [name.strip() for name in re.split('[,+]', task.data)]
+def data_sets(data):
+    "Names of the data sets that the setting `data` mixes."
+    if Path(data).is_file(): return [data]                              # a name with a comma, perhaps
+    return [name.strip() for name in re.split('[,+]', data)]
 
 def world_arguments(world, part):
     "Arguments of `make_world` for a part, 'train', 'dev' or 'test': a dict of parts has one value for each."
     return {name: value[part] if isinstance(value, dict) else value for name, value in world.items()}
-
-def _check_own(task, bench):
-    "Refuse a file of one's own that is not there, and settings of known sets beside it."
-    if not Path(bench.file).is_file(): raise ValueError(f'data={bench.file}: there is no such file')
-    if task.path is not None: raise ValueError(f'data={bench.file} is a file already: leave out path={task.path!r}')
-    if task.splits != Splits():
-        raise ValueError(f'splits are of known sets; a question of {bench.file} has its part by a column split, or by '
-                         'the hash of its text: leave out splits')
 
 def _check_unread(task):
     "Refuse settings that the chosen data does not read; a stored run goes on with them, as it was begun."
@@ -434,19 +437,26 @@ def _check_unread(task):
 
 def _check_sets(task):
     "Refuse data sets that are unknown or cannot be mixed."
-    for name in data_sets(task):
+    sets = data_sets(task.data)
+    for name in sets:
         if not find_benchmark(name) and get_close_matches(name, ['tiny'], 1):
             raise ValueError(f"no data set {name!r}; did you mean 'tiny'?")
         bench = with_columns(get_benchmark(name), task.columns)
         if not (bench.hub or bench.folder or bench.file or task.path):
             raise ValueError(f'{name} has no questions of its own: give path=FILE with yours')
-        if bench.file: _check_own(task, bench)
-    if len({get_benchmark(name).name for name in data_sets(task)}) < len(data_sets(task)):
+        if not bench.file: continue
+        if not Path(bench.file).is_file(): raise ValueError(f'data={bench.file}: there is no such file')
+        if task.path is not None:
+            raise ValueError(f'data={bench.file} is a file already: leave out path={task.path!r}')
+        if task.splits != Splits():
+            raise ValueError(f'splits are of known sets; a question of {bench.file} has its part by a column split, or '
+                             'by the hash of its text: leave out splits')
+    if len({get_benchmark(name).name for name in sets}) < len(sets):
         raise ValueError(f'two files of data={task.data!r} have one name, and results call a set by it: rename one')
-    if len(data_sets(task)) > 1 and not task.corpus and task.protocol != 'direct':
+    if len(sets) > 1 and not task.corpus and task.protocol != 'direct':
         raise ValueError(f'{task.data}: several sets are searched in one place; give it as corpus (passages, what '
                          'BM25.save wrote, or the url of a search server)')
-    if task.mix and (set(task.mix) != set(data_sets(task)) or not all(share > 0 for share in task.mix.values())):
+    if task.mix and (set(task.mix) != set(sets) or not all(share > 0 for share in task.mix.values())):
         raise ValueError(f'mix gives each set of data={task.data!r} a share above 0, got {task.mix}')
 
 def _check_regime(c):
@@ -497,11 +507,12 @@ def check_engine(
         none = torch.zeros(1, 1)
         sampler_weights(none, none, none == 0, c.correction.kind, *reversed(c.correction.limits))
     if c.engine == 'hf': return
-    _check_positions(c.model, c.max_tokens)
+    if (known := Path(c.model)/'config.json').exists():
+        most = read_json(known).get('max_position_embeddings', c.max_tokens)
+        if c.max_tokens > most: raise ValueError(f'max_tokens={c.max_tokens}, but {c.model} has {most} positions')
     if served:
         if c.lora: raise ValueError("engine='served' is given all weights: leave out lora, or take engine='vllm'")
-        here = ranks_here(c.ranks, c.hosts.file, c.hosts.count) if torch.cuda.is_available() else 0
-        check_served(c.serve, c.servers, c.sampling, here)
+        check_served(c.serve, c.servers, c.sampling, c.here if torch.cuda.is_available() else 0)
         return
     if c.learner.kind == 'deepspeed' and not c.own_process:
         raise ValueError("beside DeepSpeed vLLM needs a process of its own: leave out own_process=False")
@@ -514,12 +525,6 @@ def check_engine(
         raise ValueError('at sleep_level 2 vLLM forgets the base that an adapter belongs to: with lora take '
                          'sleep_level 1')
     check_vllm_settings({**vllm, 'own_process': c.own_process}, c.sampling, c.max_tokens)
-
-def _check_positions(model, tokens):
-    "Refuse trajectories that are longer than a local model has positions."
-    if not (Path(model)/'config.json').exists(): return
-    most = read_json(Path(model)/'config.json').get('max_position_embeddings', tokens)
-    if tokens > most: raise ValueError(f'max_tokens={tokens}, but {model} has {most} positions')
 
 # %% ../nbs/5_run/61_settings.ipynb #ah612
 def check_ahead(
@@ -554,11 +559,18 @@ def _check_method(c, method):
     if c.teacher.model != 'self' and c.teacher.every:
         raise ValueError('a teacher of its own is never refreshed from the policy; leave out '
                          f'teacher.every={c.teacher.every}')
-    teacher_chat(c.teacher.model, own_tokenizer(c), reword(asked_protocol(c.protocol, c.data), **c.words))
+    protocol = reword(asked_protocol(c.protocol, c.data), **c.words)
+    teacher_chat(c.teacher.model, own_tokenizer(c.model, c.protocol), protocol)
     if method.rule.compares and c.group_size < 2:
         raise ValueError(f'{name} compares the attempts at one question with each other, so group_size must be at '
                          f'least 2, got {c.group_size}')
-    _check_learning(c, method)
+    loss, none, played = c.loss_of(method), torch.zeros(1, 1), c.questions_per_step * c.group_size
+    policy_terms(none, none, none, none == 0, loss.kind, (loss.clip_low, loss.clip_high), loss.dual_clip)
+    kl(none, none, loss.kl_kind, none == 0)                                # these refuse a loss that there is not
+    if c.minibatches > played:
+        raise ValueError(f'minibatches={c.minibatches}, but a step has {played} rollouts '
+                         f'(questions_per_step={c.questions_per_step} times group_size={c.group_size}): '
+                         'take fewer mini-batches, or more rollouts')
 
 def _check_tools(c, method):
     "Refuse tools and a reward of one's own that cannot be read, or do not go with the data, with each other or the method."
@@ -587,21 +599,10 @@ def _check_tools(c, method):
     if method.learns_chance and not c.right:
         raise ValueError(f'{name} learns the chance of a right answer: say by right=… from which reward on one is right')
 
-def _check_learning(learning, method):
-    "Refuse a loss that there is not, and more mini-batches than rollouts."
-    loss, none, played = learning.loss_of(method), torch.zeros(1, 1), learning.questions_per_step * learning.group_size
-    policy_terms(none, none, none, none == 0, loss.kind, (loss.clip_low, loss.clip_high), loss.dual_clip)
-    kl(none, none, loss.kl_kind, none == 0)
-    if learning.minibatches > played:
-        raise ValueError(f'minibatches={learning.minibatches}, but a step has {played} rollouts '
-                         f'(questions_per_step={learning.questions_per_step} times group_size={learning.group_size}): '
-                         'take fewer mini-batches, or more rollouts')
-
 # %% ../nbs/5_run/61_settings.ipynb #n0119
-def own_tokenizer(acting):
+def own_tokenizer(model, protocol=None):
     "The policy's tokenizer, or the folder or name that it is loaded from."
-    code = (acting.protocol or '').startswith('carl')
-    return tiny_tokenizer(numbers=code) if acting.model == 'tiny' else acting.model
+    return tiny_tokenizer(numbers=(protocol or '').startswith('carl')) if model == 'tiny' else model
 
 def _check_words(c):
     "Refuse a model without words for the questions and the protocol, and prompts that cannot stand in its place."
@@ -683,7 +684,7 @@ def schema_notes(
 ):
     """What to say of the words around scored golds, list of str; with `load` the model's tokenizer is asked which of
     them it has not. Raises ValueError on schemas that cannot be written in the run's protocol, or about its data."""
-    protocol, own = reword(asked_protocol(c.protocol, c.data), **c.words), own_tokenizer(c)
+    protocol, own = reword(asked_protocol(c.protocol, c.data), **c.words), own_tokenizer(c.model, c.protocol)
     for schema in schemas:
         of = read_schema(schema, protocol).of_question
         if of and c.data != 'tiny':

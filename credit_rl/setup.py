@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['Setup', 'tiny_worlds', 'known_worlds', 'make_setup', 'real_questions', 'real_search', 'real_passages',
            'draw_questions', 'run_facts', 'bound_method', 'make_engine', 'players', 'hand_over', 'add_lora',
-           'merge_lora', 'start_engine', 'Origin', 'base_folder', 'origin_of', 'make_backend', 'make_learner',
-           'start_critic', 'plan_of', 'load_of', 'forecast', 'foretell', 'weigh', 'Examiner', 'examine']
+           'merge_lora', 'start_engine', 'Origin', 'base_folder', 'origin_of', 'make_learner', 'start_critic',
+           'plan_of', 'load_of', 'forecast', 'foretell', 'weigh', 'Examiner', 'examine']
 
 # %% ../nbs/5_run/62_setup.ipynb #c002
 import copy, dataclasses, importlib.util, os, random, sys, tempfile
@@ -23,7 +23,7 @@ from .engine import HFEngine, seed_of
 from .environment import ProgramLimits, asked_protocol, is_searched, make_environment, open_search
 from .estimate import (KNOWN_SIZES, Load, TrainingPlan, describe, describe_ahead, describe_likely,
                                 describe_sharing, kept_lengths, likely_load, memory, read_sizes, rows_work, step_seconds)
-from .launch import FirstPlays, Ranks, is_rank, missing_for_hosts, ranks_here
+from .launch import FirstPlays, Ranks, is_rank, missing_for_hosts
 from .learner import FrozenModels, Learner, make_critic, seed_draws
 from .methods import extra_passes, get_method
 from .outcome import Earned
@@ -37,7 +37,6 @@ from .runlog import check_folder
 from .scoring import GOLDS_OPTION
 from .settings import (check, check_ahead, check_engine, check_lora, data_sets, model_defaults, own_tokenizer,
                                 schema_notes, scored_schemas, world_arguments)
-from .sharded import DeepSpeedBackend
 from .tiny import ceiling, make_base, player_state, tiny_environment
 from .tools import OwnTools
 from .trees import attend_by_trees
@@ -62,12 +61,12 @@ class Setup:
 
 # %% ../nbs/5_run/62_setup.ipynb #c029
 def tiny_worlds(
-    task,  # Task, for its world and the numbers of questions
+    world,  # dict: the setting
+    sizes,  # dict part -> number of questions, see Task
     seed,
 ):
     "The tiny worlds of a run: {'train', 'dev', 'test'} -> `World`."
-    sizes = {'train': task.questions, 'dev': task.dev_questions, 'test': task.test_questions}
-    return {part: world_of(world_arguments(task.world, part), part, seed, n) for part, n in sizes.items()}
+    return {part: world_of(world_arguments(world, part), part, seed, n) for part, n in sizes.items()}
 
 def known_worlds(worlds):
     "Those of the worlds whose parametric facts a warm start must teach: a tuple."
@@ -82,43 +81,46 @@ def make_setup(
 ):
     "Make or load model, questions and search for a run: `Setup`."
     if c.data == 'tiny':
-        worlds = tiny_worlds(c, c.seed)
-        if c.model == 'tiny': _make_tiny_base(origin.base, c.protocol, c.seed, worlds, say)
-        setup = _tiny_setup(c, worlds, origin.start, say)
+        worlds = tiny_worlds(c.world, c.sizes, c.seed)
+        if c.model == 'tiny':
+            there = (Path(origin.base)/'config.json').exists()
+            say(f'taking the base model in {origin.base}' if there else 'making a base model from nothing')
+            words = 'carl-tiny' if (c.protocol or '').startswith('carl') else 'tiny'
+            make_base(Path(origin.base), c.seed, words, known=known_worlds(worlds), progress=say)
+        model, tokenizer = load_model(origin.start, c.dtype)
+        environments, rules = _tiny_environments(c, worlds, tokenizer)
+        parts, chat, top = {part: list(w.questions) for part, w in worlds.items()}, environments['test'].chat, None
+        if chat.protocol.call_style in ('text', 'python'):                      # calls that perfect players write
+            top = {str(k): v for k, v in ceiling(worlds['test'], chat, **rules).items()}
+            say('ceiling of perfect play on the test questions: ' + ', '.join(f'{k} {v:.3f}' for k, v in top.items()))
     else:
-        real = real or (real_questions(c, c.seed), real_search(c, c.protocol))
-        setup = _real_setup(c, real, origin.start, say)
+        parts, search = real or (real_questions(c, c.seed), real_search(c, c.protocol))
+        if any(get_benchmark(name).file for name in data_sets(c.data)) and 'split' not in parts['train'][0].meta:
+            say('the file names no splits: a hash of each question says whether it is for training (.6), dev (.2) or '
+                'test')
+        counts = ', '.join(f'{len(questions)} {part}' for part, questions in parts.items())
+        say(f'{counts} questions of {c.data}; {_search_place(search)}')
+        for part, questions in parts.items():
+            if note := gold_note(questions): say(f'{part}: {note}')
+        model, tokenizer = load_model(origin.start, c.dtype)
+        env = make_environment(tokenizer, search, c, model.config.vocab_size)
+        environments, chat = dict.fromkeys(parts, env), env.chat
+        if top := _search_ceiling(data_sets(c.data)[0], c.corpus, env, parts['test']):
+            say('the search shows an answer of: ' + ', '.join(f'{k} {v:.3f}' for k, v in top.items()))
     if reward := c.own_reward():
-        setup = dataclasses.replace(setup, environments={part: dataclasses.replace(env, reward=reward)
-                                                         for part, env in setup.environments.items()})
+        environments = {part: dataclasses.replace(env, reward=reward) for part, env in environments.items()}
+    setup = Setup(chat, model, parts, environments, top)
     with tempfile.TemporaryDirectory() as place:                   # what cannot be saved is found now, not at the end
-        left = write_model(place, setup.model, setup.chat.tokenizer, setup.chat, weights={})
+        left = write_model(place, model, chat.tokenizer, chat, weights={})
     if left:
         say(f'{c.model} brings settings of generation that are not heeded here and left out of what is saved: '
             + ', '.join(f'{n}={v!r}' for n, v in left.items()))
-    most = getattr(setup.model.config, 'max_position_embeddings', c.max_tokens)
+    most = getattr(model.config, 'max_position_embeddings', c.max_tokens)
     if c.max_tokens > most:
         say(f'max_tokens={c.max_tokens}, but the model has {most} positions: rollouts end there')
     return setup
 
-def _make_tiny_base(folder, protocol, seed, worlds, say):
-    "Make a base model from nothing, unless it is there."
-    there = (Path(folder)/'config.json').exists()
-    say(f'taking the base model in {folder}' if there else 'making a base model from nothing')
-    words = 'carl-tiny' if (protocol or '').startswith('carl') else 'tiny'
-    make_base(Path(folder), seed, words, known=known_worlds(worlds), progress=say)
-
 # %% ../nbs/5_run/62_setup.ipynb #n0202
-def _tiny_setup(c, worlds, folder, say):
-    "The setup of the tiny world, whose perfect player sets the ceiling."
-    model, tokenizer = load_model(folder, c.dtype)
-    environments, rules, top = *_tiny_environments(c, worlds, tokenizer), None
-    chat = environments['test'].chat
-    if chat.protocol.call_style in ('text', 'python'):                      # calls that perfect players write
-        top = {str(k): v for k, v in ceiling(worlds['test'], chat, **rules).items()}
-        say('ceiling of perfect play on the test questions: ' + ', '.join(f'{k} {v:.3f}' for k, v in top.items()))
-    return Setup(chat, model, {part: list(w.questions) for part, w in worlds.items()}, environments, top)
-
 def _check_players(chat, question):
     "Refuse a tokenizer through whose chat template the perfect players cannot read a question. Raises ValueError."
     try: player_state(chat.tokenizer.decode(chat.prompt_ids(question.text)))
@@ -141,27 +143,12 @@ def _tiny_environments(c, worlds, tokenizer):
             for part, w in worlds.items()}, rules
 
 # %% ../nbs/5_run/62_setup.ipynb #c031
-def _real_setup(c, real, folder, say):
-    "The setup of a data set: its questions by part, what they are searched in, and a model from a folder."
-    parts, search = real
-    if any(get_benchmark(name).file for name in data_sets(c)) and 'split' not in parts['train'][0].meta:
-        say('the file names no splits: a hash of each question says whether it is for training (.6), dev (.2) or test')
-    counts = ', '.join(f'{len(questions)} {part}' for part, questions in parts.items())
-    say(f'{counts} questions of {c.data}; {_search_place(search)}')
-    for part, questions in parts.items():
-        if note := gold_note(questions): say(f'{part}: {note}')
-    model, tokenizer = load_model(folder, c.dtype)
-    env = make_environment(tokenizer, search, c, model.config.vocab_size)
-    top = _search_ceiling(c, env, parts['test'])
-    if top: say('the search shows an answer of: ' + ', '.join(f'{k} {v:.3f}' for k, v in top.items()))
-    return Setup(env.chat, model, parts, dict.fromkeys(parts, env), top)
-
-def _search_ceiling(task, env, questions):
+def _search_ceiling(name, corpus, env, questions):
     """Share of questions whose answer the search can show, as far as a player that knows it finds out: dict, see
     `reach`. None for sets that lie neither in the repository nor in a file of one's own, and protocols that have no
     demonstrations."""
-    bench, search = get_benchmark(data_sets(task)[0]), getattr(env.tool, 'retriever', None)
-    if not (bench.folder and not task.corpus or bench.file and isinstance(search, BM25)): return None
+    bench, search = get_benchmark(name), getattr(env.tool, 'retriever', None)
+    if not (bench.folder and not corpus or bench.file and isinstance(search, BM25)): return None
     try: write_message(env.chat.protocol, '')
     except ValueError: return None
     return reach(demonstrate_all(env, questions, 2))
@@ -183,18 +170,12 @@ def _check_setup(
     ValueError."""
     if isinstance(tokenizer, str): tokenizer = load_tokenizer(tokenizer)
     if c.data == 'tiny':
-        worlds = tiny_worlds(c, c.seed)
+        worlds = tiny_worlds(c.world, c.sizes, c.seed)
         environments = _tiny_environments(c, worlds, tokenizer)[0]
         return Setup(None, None, {part: list(w.questions) for part, w in worlds.items()}, environments)
     return Setup(None, None, real[0], dict.fromkeys(real[0], make_environment(tokenizer, real[1], c)))
 
 # %% ../nbs/5_run/62_setup.ipynb #c033
-def _distinct(questions):
-    "The first of the questions that have the same text, each: list."
-    first = {}
-    for q in questions: first.setdefault(q.text, q)
-    return list(first.values())
-
 def real_questions(
     task,  # Task: data, path, splits, and how many questions of each part
     seed,
@@ -206,11 +187,16 @@ def real_questions(
     column says. A set whose splits are the parts of a run (`real`) gives a draw of each. Raises ValueError on too few
     questions.
     """
-    if len(data_sets(task)) > 1: return _mixed_questions(task, data_sets(task), seed)
-    if get_benchmark(task.data).parts and task.splits.dev is None: return _own_parts(task, seed)
+    if len(sets := data_sets(task.data)) > 1: return _mixed_questions(task, sets, seed)
+    if get_benchmark(task.data).parts and task.splits.dev is None:
+        load = lambda part: load_questions(task.data, task.path, part, columns=task.columns, tokens=task.tokens)
+        return _drawn_parts({part: load(part) for part in SPLITS}, task.sizes, task.path or task.data, seed)
     split = task.splits.dev or get_benchmark(task.data).eval_split
-    held = _distinct(load_questions(task.data, task.path, split, tokens=task.tokens))
-    if task.path is not None and Path(task.path).is_file(): return _drawn_parts(in_parts(held), task, seed)
+    first = {}                                                       # of those that have the same text
+    for q in load_questions(task.data, task.path, split, tokens=task.tokens): first.setdefault(q.text, q)
+    held = list(first.values())
+    if task.path is not None and Path(task.path).is_file():
+        return _drawn_parts(in_parts(held), task.sizes, task.path, seed)
     pool = held if task.splits.train == split else \
         load_questions(task.data, task.path, task.splits.train, tokens=task.tokens)
     wanted = min(task.dev_questions + task.test_questions, len(held) // 2 if pool is held else len(held))
@@ -224,18 +210,12 @@ def real_questions(
     return {'train': subsample(rest, task.questions, seed), 'dev': held[:n], 'test': held[n:]}
 
 # %% ../nbs/5_run/62_setup.ipynb #c033s5
-def _own_parts(task, seed):
-    "The parts of a set that has its own, or a draw of each: dict of lists."
-    load = lambda part: load_questions(task.data, task.path, part, columns=task.columns, tokens=task.tokens)
-    return _drawn_parts({part: load(part) for part in SPLITS}, task, seed)
-
-def _drawn_parts(parts, task, seed):
+def _drawn_parts(parts, sizes, place, seed):
     "A draw of as many questions of each part as a run wants: dict of lists. Raises ValueError on an empty part."
     if not all(parts.values()):
         counts = ', '.join(f'{len(questions)} for {part}' for part, questions in parts.items())
-        raise ValueError(f'{task.path or task.data} gives {counts}; each part needs one at least: take more questions, '
-                         'or give a file of your own a column split that says train, dev or test')
-    sizes = {'train': task.questions, 'dev': task.dev_questions, 'test': task.test_questions}
+        raise ValueError(f'{place} gives {counts}; each part needs one at least: take more questions, or give a file '
+                         'of your own a column split that says train, dev or test')
     return {part: subsample(questions, sizes[part], seed) for part, questions in parts.items()}
 
 # %% ../nbs/5_run/62_setup.ipynb #c033s6
@@ -248,14 +228,13 @@ def _mixed_questions(task, names, seed):
         alone = dataclasses.replace(task, data=name, path=place, questions=sys.maxsize, mix={}, **share)
         for part, questions in real_questions(alone, seed).items():
             merged.setdefault(part, []).extend(dataclasses.replace(q, id=f'{q.source}:{q.id}') for q in questions)
-    drawn = _mix_sets(merged['train'], task.mix, task.questions, seed) if task.mix else merged['train']
+    drawn, mix = merged['train'], task.mix
+    if mix:                                            # as many as stand in the shares to each other
+        own = {name: [q for q in drawn if q.source == get_benchmark(name).name] for name in mix}
+        unit = min(task.questions / sum(mix.values()), *(len(own[name]) / share for name, share in mix.items()))
+        drawn = [q for name, share in mix.items()
+                 for q in subsample(own[name], max(1, int(unit * share + 1e-6)), seed)]
     return {**merged, 'train': subsample(drawn, task.questions, seed)}
-
-def _mix_sets(questions, mix, most, seed):
-    "As many questions as stand in the shares of a mix to each other, at most `most`: list."
-    parts = {name: [q for q in questions if q.source == get_benchmark(name).name] for name in mix}
-    unit = min(most / sum(mix.values()), *(len(parts[name]) / share for name, share in mix.items()))
-    return [q for name, share in mix.items() for q in subsample(parts[name], max(1, int(unit * share + 1e-6)), seed)]
 
 # %% ../nbs/5_run/62_setup.ipynb #c035
 def real_search(
@@ -265,7 +244,7 @@ def real_search(
     """What is searched: `corpus`, or the path's corpus, or the paragraphs of the questions; None for a set that is
     asked without. Tools of one's own, where these are called in its place."""
     if task.has_own: return task.own_tools()
-    first = data_sets(task)[0]
+    first = data_sets(task.data)[0]
     if not is_searched(first, protocol, task.corpus): return None
     has_paragraphs = get_benchmark(first).paragraphs is not None
     if task.corpus or task.path or not has_paragraphs or task.dense:
@@ -298,8 +277,11 @@ def run_facts(
     max_turns=None,  # of a rollout; None: not known yet
 ):
     "What a run knows that a method's options may take: `Facts`."
-    protocol, tiny = chat and chat.protocol, get_regime(c.regime).metric if c.regime else None
-    metric, right = tiny if c.data == 'tiny' else _data_metric(data_sets(c)), None
+    protocol, metric, right = chat and chat.protocol, get_regime(c.regime).metric if c.regime else None, None
+    if c.data != 'tiny':                                       # a function, or a dict by set where they differ
+        sets = [get_benchmark(name) for name in data_sets(c.data)]
+        alike = len({(b.metric, b.rel_tol if b.metric != 'em' else None) for b in sets}) == 1
+        metric = benchmark_metric(sets[0].name) if alike else {b.name: benchmark_metric(b.name) for b in sets}
     if c.reward or c.environment and c.own_tools().scores: metric, right = Earned(), Earned(c.right or 1.)
     return Facts(metric=metric, right=right,
                  tags=protocol and (protocol.think_tag, protocol.call_tag, protocol.answer_tag),
@@ -316,12 +298,6 @@ def bound_method(
     method, facts = get_method(c.method), run_facts(c, chat, max_turns)
     if facts.right and method.learns_chance: facts = dataclasses.replace(facts, metric=facts.right)
     return method.bind(options, facts, loss)
-
-def _data_metric(names):
-    "What data sets are scored by: one function, or a dict by set where they differ."
-    sets = [get_benchmark(name) for name in names]
-    alike = len({(b.metric, b.rel_tol if b.metric != 'em' else None) for b in sets}) == 1
-    return benchmark_metric(sets[0].name) if alike else {b.name: benchmark_metric(b.name) for b in sets}
 
 # %% ../nbs/5_run/62_setup.ipynb #c050
 def make_engine(
@@ -350,11 +326,11 @@ def make_engine(
                       gpu=rank_gpu(c.vllm, c.ranks), **how)
 
 def players(
-    c,      # Config
+    kind,   # 'hf', 'vllm' or 'served'
     ranks,  # Ranks of the run
 ):
-    "The ranks as they share what is played."
-    return FirstPlays(ranks.rank, ranks.count) if c.engine == 'served' else ranks
+    "The ranks as they share what is played: of servers the first one plays."
+    return FirstPlays(ranks.rank, ranks.count) if kind == 'served' else ranks
 
 # %% ../nbs/5_run/62_setup.ipynb #s6204
 _LINEAR = ['q_proj', 'k_proj', 'v_proj', 'o_proj', 'gate_proj', 'up_proj', 'down_proj']
@@ -475,12 +451,6 @@ def origin_of(
     return Origin(base, start, c.dtype, bool(c.lora) and how in (True, False, 'gaussian') and start == base)
 
 # %% ../nbs/5_run/62_setup.ipynb #n0206
-def make_backend(
-    c,  # Config
-):
-    "What a run's learner runs through: `DeepSpeedBackend`, or None for plain PyTorch."
-    return None if c.learner.kind == 'plain' else DeepSpeedBackend(c.learner.stage, c.dtype, c.learner.deepspeed)
-
 def make_learner(
     c,       # Config
     origin,  # Origin
@@ -494,18 +464,17 @@ def make_learner(
     reference = origin.load_base(aside) if c.log.kl or loss.kl else None
     warmed = c.critic.warmed and read_warmed(c.critic.warmed)
     critic = start_critic(c.critic.of(method), model, c.seed, warmed, origin.dtype)
-    teacher = _load_teacher(c.teacher.model, origin, aside) if method.needs.teacher else None
+    teacher = None                                                         # or a copy of the policy, where one is asked
+    if method.needs.teacher and c.teacher.model != 'self':
+        teacher = origin.load_base(aside) if c.teacher.model == 'base' else \
+            load_model(c.teacher.model, origin.dtype, aside)[0]
     frozen = FrozenModels(reference, teacher, c.teacher.period(method, c.steps), tuple(c.learner.offload))
-    if c.learner.checkpointing:
-        for m in (model, critic and critic.model):
-            if m is not None: m.gradient_checkpointing_enable({'use_reentrant': False})
-    if c.tree: _read_trees(model, critic and critic.model, reference, teacher)
-    return Learner(model, loss, c.optimiser, critic, frozen, c.temperature, c.seed, make_backend(c))
-
-def _read_trees(*models):
-    "Let a learner's models read trees, as far as they are models of their own. Raises ValueError on one that can't."
-    for m in models:
+    learn, read = (model, critic and critic.model), (reference, teacher)
+    for m in learn if c.learner.checkpointing else ():
+        if m is not None: m.gradient_checkpointing_enable({'use_reentrant': False})
+    for m in (*learn, *read) if c.tree else ():
         if m not in (None, 'base'): attend_by_trees(m)
+    return Learner(model, loss, c.optimiser, critic, frozen, c.temperature, c.seed, c.learner.backend(c.dtype))
 
 # %% ../nbs/5_run/62_setup.ipynb #sp622
 def start_critic(
@@ -518,18 +487,11 @@ def start_critic(
     "The critic that a run begins with, or None."
     if not how: return None
     with seed_draws(seed_of('critic', seed)): critic = make_critic(model, **how)
-    if warmed: _warm(critic, warmed, dtype)
+    if warmed:
+        warmed.load_head(critic.head)
+        own = critic.model                             # a shared backbone is the policy's, which has it already
+        if own is not None: own.load_state_dict(load_model(warmed.folder, dtype, 'cpu')[0].state_dict())
     return critic
-
-def _load_teacher(teacher, origin, device):
-    "A teacher that is a model of its own; None where a copy of the policy teaches."
-    if teacher == 'self': return None
-    return origin.load_base(device) if teacher == 'base' else load_model(teacher, origin.dtype, device)[0]
-
-def _warm(critic, warmed, dtype):
-    "Give a critic what a warm-up taught it; a shared backbone is the policy's, which has it already."
-    warmed.load_head(critic.head)
-    if critic.model is not None: critic.model.load_state_dict(load_model(warmed.folder, dtype, 'cpu')[0].state_dict())
 
 # %% ../nbs/5_run/62_setup.ipynb #c083
 def plan_of(
@@ -537,50 +499,42 @@ def plan_of(
 ):
     "What of a run's settings its memory and time depend on: `TrainingPlan`."
     method = get_method(c.method)
+    loss, golds = c.loss_of(method), _answer_tokens(method.bind(c.options).needs, c.measure, c.max_turns, c.most_rows)
     adapted, teacher = origin_of(c).adapted, c.teacher.model
     critic, every = c.critic.of(method).get('kind'), c.teacher.period(method, c.steps)
     copies, frozen = every not in (None, 1), critic == 'frozen'
     alone = bool(method.needs.teacher) and teacher != 'self' and not (teacher == 'base' and adapted)
-    held = {'reference': bool(c.log.kl or c.loss_of(method).kl) and not adapted,
+    held = {'reference': bool(c.log.kl or loss.kl) and not adapted,
             'teacher': copies or alone}
     vllm, served = c.engine == 'vllm', c.engine == 'served'
     acts = vllm or bool(c.ahead) and not served                      # with a copy of its own, on this device
     # vLLM has pages for what its share of the memory holds, and lets others wait: it must hold one trajectory
     played = 1 if vllm else 0 if served else min(c.act_rows, -(-c.questions_per_step // c.ranks) * c.group_size)
+    zero = c.learner.deepspeed.get('zero_optimization', {})
+    sent = {field: float(zero[name]) for field, name in (
+        ('bucket', 'reduce_bucket_size'), ('live', 'stage3_max_live_parameters')) if name in zero}
     return TrainingPlan(
         c.learner.stage if c.learner.kind == 'deepspeed' else None, c.ranks, 4 if c.dtype == 'float32' else 2,
         critic == 'own', sum(held.values()) + frozen, sum(held[n] for n in c.learner.offload), c.row_tokens,
-        c.learner.checkpointing, 'offload_optimizer' in c.learner.deepspeed.get('zero_optimization', {}),
-        bool(c.tflops) or torch.cuda.is_available(), ranks_here(c.ranks, c.hosts.file, c.hosts.count),
+        c.learner.checkpointing, 'offload_optimizer' in zero,
+        bool(c.tflops) or torch.cuda.is_available(), c.here,
         played * c.max_tokens, _lora_share(c.model, c.lora),
         copies=acts, sleeps=bool(c.vllm.get('sleep_level')), copied=copies + frozen,
         renewed=every not in (None, 0, 1), by_file=vllm and c.own_process and not c.lora or served and not ServeSettings(**c.serve).by_nccl,
         twice=critic == 'shared' and c.critic.step == 'apart' and c.critic.mix != 0,
         both=bool(c.ahead) and acts, together=critic == 'own' and c.critic.step != 'apart',
-        **_forwards(c, c.loss_of(method)),
-        branches=max(_answer_tokens(c, method.bind(c.options)).values(), default=0),
+        length=c.max_tokens, rows=_shared_rows(c.tree, c.prompt_tokens or 0, c.max_tokens, c.most_rows), tree=c.tree,
+        entropy=bool(loss.entropy), spread='entropy' in c.measure and not loss.entropy,
+        branches=max(golds.values(), default=0),
         prompts=0 if vllm or served else min(_READ_TOKENS, played * c.max_tokens),
-        **_communication_sizes(c.learner.deepspeed))
+        **sent)
 
 # %% ../nbs/5_run/62_setup.ipynb #c083s1
 _READ_TOKENS = signature(HFEngine).parameters['read_tokens'].default
 
-def _rows_of_context(c):
-    "Rows of a trajectory, at most: one for each segment where contexts are edited."
-    return c.max_turns if c.edits_contexts else 1
-
-def _forwards(c, loss):
-    "What forwards read and keep: fields of `TrainingPlan`."
-    rows, prompt = _rows_of_context(c), c.prompt_tokens or 0
-    if c.tree: rows = rows_work(prompt, c.max_tokens - prompt, rows)[1][0] / c.max_tokens
-    return {'length': c.max_tokens, 'rows': rows, 'tree': c.tree, 'entropy': bool(loss.entropy),
-            'spread': 'entropy' in c.measure and not loss.entropy}
-
-def _communication_sizes(deepspeed):
-    "What DeepSpeed's configuration says of the numbers that it sends or holds whole: fields of `TrainingPlan`."
-    zero = deepspeed.get('zero_optimization', {})
-    names = {'bucket': 'reduce_bucket_size', 'live': 'stage3_max_live_parameters'}
-    return {field: float(zero[name]) for field, name in names.items() if name in zero}
+def _shared_rows(tree, prompt, most, rows):
+    "Times a trajectory's tokens that its rows read: of a tree, where they share a prompt, fewer than there are rows."
+    return rows_work(prompt, most - prompt, rows)[1][0] / most if tree else rows
 
 def _lora_share(model, lora):
     "Share of the parameters that is trained."
@@ -595,13 +549,12 @@ def _lora_share(model, lora):
 # %% ../nbs/5_run/62_setup.ipynb #c0832
 _ANSWER = 24     # ids of a gold answer and of the words around it, about those of IGPO's
 
-def _answer_tokens(c, method):
+def _answer_tokens(needs, measure, max_turns, rows):
     """Ids of the gold answers that are asked at the states of a row, at most, by whom: dict 'gold' or 'teacher' -> int.
     Where nothing caps the accepted answers of a question they are taken to be as many as GOLDS_OPTION allows."""
-    needs = method.needs
     golds = {who: asked.most or GOLDS_OPTION.default for who, asked in needs.golds.items()}
-    if 'belief' in c.measure: golds.setdefault('gold', GOLDS_OPTION.default)
-    states = -(-(c.max_turns + needs.ends) // _rows_of_context(c))
+    if 'belief' in measure: golds.setdefault('gold', GOLDS_OPTION.default)
+    states = -(-(max_turns + needs.ends) // rows)
     return {who: states * most * _ANSWER for who, most in golds.items()}
 
 # %% ../nbs/5_run/62_setup.ipynb #n0306
@@ -615,9 +568,10 @@ def load_of(
                          bool(c.recompute or c.engine != 'hf' or c.ahead),
                          c.teacher.period(method, c.steps) or 0,
                          [name for name in c.measure if not (name == 'entropy' and loss.entropy)])
-    golds = _answer_tokens(c, method.bind(c.options))
-    behind = sum(golds.values()) * _rows_of_context(c) / most               # read behind what is read anyway
-    rows, written = _forwards(c, loss)['rows'], min(most - (c.prompt_tokens or 0), c.max_turns * c.turn_tokens)
+    golds = _answer_tokens(method.bind(c.options).needs, c.measure, c.max_turns, c.most_rows)
+    behind = sum(golds.values()) * c.most_rows / most               # read behind what is read anyway
+    prompt = c.prompt_tokens or 0
+    rows, written = _shared_rows(c.tree, prompt, most, c.most_rows), min(most - prompt, c.max_turns * c.turn_tokens)
     return Load(c.questions_per_step * c.group_size * most, most, sum(reads.values()) + behind,
                 c.epochs, c.minibatches, rows if c.tree else min(rows, _ROWS),
                 written / most, written, c.act_rows, _SEARCH * (c.max_turns - 1) * (c.data != 'tiny'),
@@ -631,46 +585,40 @@ def forecast(
 ):
     "The estimate of a run, as lines."
     plan, sizes, load = plan_of(c), read_sizes(c.model), load_of(c)
-    tflops, taken = rank_tflops(c, c.dtype)
+    tflops, taken = rank_tflops(c.tflops, c.dtype, c.torch.tf32, c.here)
     seconds = step_seconds(sizes, plan, load, tflops)
     likely = describe_likely(sizes, plan, load, tflops, c.steps, kept_lengths(c.run))
     ahead = [describe_ahead(seconds)] if c.ahead else []
-    shared = [_sharing_line(sizes, c)] if c.tree else []
+    prompt, response = c.prompt_tokens, c.max_tokens - (c.prompt_tokens or 0)
+    together = max(1, min(c.group_size / c.minibatches, (c.row_tokens - (prompt or 0)) / max(response, 1)))
+    shared = [describe_sharing(sizes, prompt, response, c.most_rows, together)] if c.tree else []
     base = [f'before the first step the base attempts {c.base_questions} dev questions, {c.group_size} times each '
             f'(base_questions): some {seconds["acting"] * c.base_questions / c.questions_per_step:.2g} s'] * bool(c.base_questions)
     own, whose = model_defaults(c.data, c.model)
     fit = ', '.join(f'{name}={value}' for name, value in own.items() if getattr(c, name) == value)
     fits = [f'by default, as {whose}: {fit}'] * (fit != '' and c.data != 'tiny')
-    grace, timed = _grace_lines(c, plan, sizes, load, tflops), plan.gpu and plan.stage is None and c.engine == 'hf'
+    # what is lost where several ranks that are told to end have no time to finish a step and save it
+    step = sum(step_seconds(sizes, plan, likely_load(load, kept_lengths(c.run)), tflops).values())
+    needs, grace = int(step + memory(sizes, plan)['checkpoint'] / 2e9) + 1, []
+    if plan.ranks > 1 and needs > c.checkpoints.grace:
+        grace = [f'told to end, ranks have checkpoints.grace={c.checkpoints.grace} s, but a step and its save are '
+                 f'likely to take {needs}: the step that is under way is lost then, and what came since the last '
+                 f'checkpoint (checkpoints.minutes, eval_every); checkpoints.grace={needs} covers it, if the scheduler '
+                 'waits as long']
+    timed = plan.gpu and plan.stage is None and c.engine == 'hf'
     reckoned = [] if timed else ['these seconds are reckoned: timed were steps of one GPU with the plain learner and '
                                  "engine='hf' (62_setup)"]
     read, save = (memory(sizes, plan)[name] / 2e9 for name in ('start', 'checkpoint'))
     besides = f'besides, at 2 GB/s: {read:.3g} s to read models, {save:.3g} s at every evaluation, to save'
     return [*describe(sizes, plan, seconds, c.steps), likely, *base, *fits, besides, *grace, *ahead, *reckoned, taken, *shared]
 
-def _grace_lines(c, plan, sizes, load, tflops):
-    "What is lost where several ranks that are told to end have no time to finish a step and save it: list of str."
-    step = sum(step_seconds(sizes, plan, likely_load(load, kept_lengths(c.run)), tflops).values())
-    needs = int(step + memory(sizes, plan)['checkpoint'] / 2e9) + 1
-    if plan.ranks == 1 or needs <= (grace := c.checkpoints.grace): return []
-    return [f'told to end, ranks have checkpoints.grace={grace} s, but a step and its save are likely to take {needs}: the '
-            'step that is under way is lost then, and what came since the last checkpoint (checkpoints.minutes, eval_every); '
-            f'checkpoints.grace={needs} covers it, if the scheduler waits as long']
-
 def foretell(
     c,        # Config
     lengths,  # of trajectories that were played
 ):
     "The seconds of a step whose trajectories are so long, by their parts: see `step_seconds`."
-    sizes, tflops = read_sizes(c.model), rank_tflops(c, c.dtype)[0]
+    sizes, tflops = read_sizes(c.model), rank_tflops(c.tflops, c.dtype, c.torch.tf32, c.here)[0]
     return step_seconds(sizes, plan_of(c), likely_load(load_of(c), lengths), tflops)
-
-def _sharing_line(sizes, c):  # Sizes, Config
-    "What computing shared tokens once saves, predicted from lengths alone: str."
-    prompt, response = c.prompt_tokens, c.max_tokens - (c.prompt_tokens or 0)
-    fit = (c.row_tokens - (prompt or 0)) / max(response, 1)
-    together = max(1, min(c.group_size / c.minibatches, fit))
-    return describe_sharing(sizes, prompt, response, _rows_of_context(c), together)
 
 # %% ../nbs/5_run/62_setup.ipynb #s6209
 def weigh(
@@ -700,20 +648,28 @@ def examine(
     wrong = complaints(lambda: check_engine(c))
     wrong += complaints(lambda: check_ahead(c))
     wrong += complaints(lambda: check_folder(run)) + missing_for_hosts(c.hosts.file, c.hosts.count, c.hosts.endpoint)
-    lacks, real = ([], None) if c.data == 'tiny' else _missing_data(c, say)
+    lacks, real = [], None
+    if c.data != 'tiny':
+        real = []                                                          # questions by part, and what is searched
+        lacks = complaints(lambda: real.append(real_questions(c, c.seed)))
+        if not lacks: say(', '.join(f'{len(v)} {k} questions' for k, v in real[0].items()))
+        missing = complaints(lambda: real.append(real_search(c, c.protocol)))
+        if not missing: say(f'search: {type(real[-1]).__name__}')
+        lacks += missing
     absent = [] if model == 'tiny' else complaints(lambda: find_model(model))
     if not (lacks or absent):
-        wrong += complaints(lambda: _check_setup(c, own_tokenizer(c), real))
+        wrong += complaints(lambda: _check_setup(c, own_tokenizer(c.model, c.protocol), real))
     wrong += lacks + absent
     if c.engine == 'served' and not (wrong or absent):
         plays = lambda: [say(x) for x in serving_lines(c.serve, c.servers, origin_of(c).start, c.max_tokens, c.act_rows)]
         wrong += complaints(plays)
     if model != 'tiny' and (not absent or model in KNOWN_SIZES):
         for line in examiner.forecast(c): say(line)
-        held = real[1].gpu_bytes * ranks_here(c.ranks, c.hosts.file, c.hosts.count) if real and isinstance(real[1], Dense) else 0
+        held = real[1].gpu_bytes * c.here if not lacks and real and isinstance(real[1], Dense) else 0
         if held: say(f'search: {held / 1e9:.3g} GB of vectors on the GPUs of this host, a copy for each rank')
-        wrong += missing_room(run, c.checkpoints.keep, c, {**examiner.weigh(c), 'search': held / max(1, torch.cuda.device_count())})
-        notes = no_gpu(c, model)
+        needs = {**examiner.weigh(c), 'search': held / max(1, torch.cuda.device_count())}
+        wrong += missing_room(run, c.checkpoints.keep, c.here, needs, c.vllm if c.engine == 'vllm' else None)
+        notes = no_gpu(model, c.ranks, c.here, c.tflops)
         if not Path(model).exists(): notes.append(f'{model} is a name on the hub: its weights were not looked at')
         for line in notes: say(line)
     method = bound_method(c)
@@ -729,16 +685,3 @@ def examine(
     if wrong: raise ValueError('\n- '.join(['this run cannot start:', *wrong]))
     say(f'everything {"else " * bool(notes)}is there; leave out dry_run to start')
     return run
-
-# %% ../nbs/5_run/62_setup.ipynb #sp626
-def _missing_data(c, say):
-    "What is wrong with questions and search, list of str, and both, where nothing is: (questions, search) or None."
-    real = []
-    def questions():
-        real.append(real_questions(c, c.seed))
-        say(', '.join(f'{len(v)} {k} questions' for k, v in real[0].items()))
-    def search():
-        real.append(real_search(c, c.protocol))
-        say(f'search: {type(real[-1]).__name__}')
-    lacks = complaints(questions) + complaints(search)
-    return lacks, None if lacks else tuple(real)

@@ -8,10 +8,10 @@ __all__ = ['AHEAD_FILE', 'Look', 'keep_rollouts', 'keeping_bad', 'Actor', 'play_
            'read_memory', 'Run', 'train_step', 'begin_run', 'judge_hashes', 'train', 'main', 'end_interrupted']
 
 # %% ../nbs/5_run/63_train.ipynb #c002
-import contextlib, dataclasses, gzip, json, math, sys, threading, time
+import contextlib, dataclasses, gzip, json, sys, threading, time
 from collections import Counter, deque
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from pathlib import Path
 import torch
 from .datasets import subsample
@@ -149,14 +149,6 @@ def keeping_bad(
         raise BadStep(f'{what}{e}; what made it is in {log.folder/"bad_step.json"}') from e
 
 # %% ../nbs/5_run/63_train.ipynb #t6302
-def _each_once(questions):
-    "Questions, those that stand there again by ids of their own, of which their rollouts are drawn: list."
-    before = Counter()
-    def named(q):
-        before[q.id] += 1
-        return q if before[q.id] == 1 else dataclasses.replace(q, id=f'{q.id} (again {before[q.id] - 1})')
-    return [named(q) for q in questions]
-
 @dataclass(frozen=True)
 class Actor:
     "Who plays a run's questions: an engine in its environments, on all ranks."
@@ -181,8 +173,11 @@ class Actor:
             shown = Progress(self.say, f'step {step}: rollouts played', len(share) * size)
             return rollout(self.engine, self.setup.environments['train'], share, size, self.sampling,
                            seed_of(self.seed, step, *extra), lambda ended: (off(), shown(ended)), each)
-        drawn = draw_questions(self.setup.questions['train'], self.questions_per_step, step, seed)
-        return drawn if self.draw_version == 1 else _each_once(drawn), play
+        drawn, before = draw_questions(self.setup.questions['train'], self.questions_per_step, step, seed), Counter()
+        for i, q in enumerate(drawn if self.draw_version > 1 else ()):     # asked again, it has rollouts of its own
+            before[q.id] += 1
+            if (times := before[q.id] - 1): drawn[i] = dataclasses.replace(q, id=f'{q.id} (again {times})')
+        return drawn, play
 
     def evaluate(self, part):
         "Play the 'dev' or 'test' questions greedily: list of Group."
@@ -453,8 +448,8 @@ def _asking(method, asks):
 # %% ../nbs/5_run/63_train.ipynb #c075
 @dataclass
 class Run:
-    "A run under way."
-    config: Config
+    "A run under way, with what its settings say of it as values."
+    config: InitVar[Config]
     setup: Setup
     engine: object
     learner: Learner
@@ -464,40 +459,39 @@ class Run:
     memory: dict = field(default_factory=dict)   # JSON values, kept in checkpoints
     ahead: object = None                         # AheadQueue, kept in checkpoints too
 
-    def __post_init__(self):
-        c, from_warmup = self.config, self.config.critic.warmed
+    def __post_init__(self, c):
+        chat, warmed, loss = self.setup.chat, c.critic.warmed, self.learner.loss
         self.actor = Actor(self.engine, self.setup, c.sampling, c.questions_per_step, c.group_size, c.seed,
-                           players(c, self.ranks), self.log, self.say, c.ahead > 0, c.draw_version)
-        self.gap = c.stop.gap if c.engine != 'hf' or c.ahead else None      # None: the learner's own model acts, in step
-        self.method = bound_method(c, self.setup.chat, self.learner.loss, self.setup.environments['train'].max_turns)
+                           players(c.engine, self.ranks), self.log, self.say, c.ahead > 0, c.draw_version)
+        self.method = bound_method(c, chat, loss, self.setup.environments['train'].max_turns)
         self.metric = get_regime(c.regime).metric if c.regime else self.method.metric
+        self.right, self.chosen_by = c.right or 1., c.checkpoints.chosen_by
+        self.tree, self.checkpoints, self.written = c.tree, c.checkpoints.keep, (c.log.rollouts, c.log.steps)
+        self.gives = c.engine, c.lora                                         # see `hand_over`
+        gap = c.stop.gap if c.engine != 'hf' or c.ahead else None       # None: the learner's own model acts, in step
+        self.correction = gap, c.correction.kind, c.correction.limits         # see `correct_credit`
+        self.belief = 'belief' in c.measure
+        self.own = Needs(logp=c.recompute or gap is not None, ref_logp=bool(loss.kl),
+                         entropy='entropy' in c.measure and not loss.entropy)             # else the update tells it
         # a teacher that has words of its own is told what was said
-        asked = c.teacher.model if self.method.needs.teacher else 'self'
-        self.teacher = teacher_chat(asked, self.setup.chat.tokenizer, self.setup.chat.protocol)
-        self.prefix = len(self.setup.chat.encode(answer_header(self.setup.chat)))
-        self.segments = bool(self.setup.chat.protocol.context_tag)
-        taught = {part: taught_tiers(self.setup.questions.get(part, ())) for part in ('train', 'dev')}
-        asked = self.setup.questions.get('train', ())
-        self.tiers = pool_tiers(c.log.pool, asked, self.metric, c.model, some=True) if c.log.pool else \
-            taught['train'] or known_tiers(from_warmup)
+        taught_by = c.teacher.model if self.method.needs.teacher else 'self'
+        self.teacher = teacher_chat(taught_by, chat.tokenizer, chat.protocol)
+        self.prefix, self.segments = len(chat.encode(answer_header(chat))), bool(chat.protocol.context_tag)
+        # whether the critic had to pass a gate, or was warmed up for one
+        self.gated = bool(self.segments and self.learner.critic and (self.method.learns_chance or warmed))
+        asked = {part: self.setup.questions.get(part, ()) for part in ('train', 'dev')}
+        self.tiers = pool_tiers(c.log.pool, asked['train'], self.metric, c.model, some=True) if c.log.pool else \
+            taught_tiers(asked['train']) or known_tiers(warmed)
         # a gate is read again by the tiers that it was passed by
-        self.dev_tiers = known_tiers(from_warmup, 'dev') or taught['dev']
+        self.dev_tiers = known_tiers(warmed, 'dev') or taught_tiers(asked['dev'])
         self.answers = _AnswerCheck(c.stop.unanswered, self.method.services, self.say)
         start = {'best': -1., 'best_step': 0, 'rates': [], 'base': None, 'method': self.method.begin()}
         self.memory, self.ahead = start | self.memory, AheadQueue(c.ahead)
 
-    @property
-    def gated(self):
-        "Whether the critic had to pass a gate, or was warmed up for one."
-        return bool(self.segments and self.learner.critic and (self.method.learns_chance or self.config.critic.warmed))
-
     def look(self, step=0):
         "What answers the method's questions about a step's batch: `Look`."
-        loss, measure = self.learner.loss, self.config.measure
-        own = Needs(logp=self.config.recompute or self.gap is not None, ref_logp=bool(loss.kl),
-                    entropy='entropy' in measure and not loss.entropy)                  # else the update tells it
         act = lambda needs: self.actor.play_on(needs, step, self.method)
-        return Look(self.learner, self.setup.chat, self.log, own, 'belief' in measure, act, self.teacher)
+        return Look(self.learner, self.setup.chat, self.log, self.own, self.belief, act, self.teacher)
 
     def evaluate(self, part):
         "Play the 'dev' or 'test' questions greedily: (means, groups)."
@@ -513,7 +507,7 @@ class Run:
 
     def hand_over(self):
         "Give the engine the learner's weights."
-        hand_over(self.learner, self.engine, self.config.engine, self.config.lora, self.ranks)
+        hand_over(self.learner, self.engine, *self.gives, self.ranks)
 
     def settle(self):
         "Wait for what is played ahead; then the engine gets the learner's weights, where it has older ones."
@@ -525,20 +519,18 @@ class Run:
         "Save learner and memory."
         self.settle()
         save_point(self.log, step, self.learner, lambda folder: write_memory(folder, self.memory, self.ahead.batches),
-                   self.config.checkpoints.keep, self.ranks, name)
+                   self.checkpoints, self.ranks, name)
 
     def wake(self):
         """Let an engine act that slept while the learner was made, with the weights that it began with, or the
         learner's where it forgot them."""
-        if self.config.engine == 'hf': return
         if self.engine.hollow: self.hand_over()
         else: self.engine.wake()
 
     def close(self):
         "Stop an engine that is a program of its own, and let others write the run's folder."
         self.ahead.stop()
-        try:
-            if self.config.engine != 'hf': self.engine.close()
+        try: self.engine.close()
         finally: self.log.close()
 
 # %% ../nbs/5_run/63_train.ipynb #c047
@@ -548,7 +540,7 @@ def train_step(
     measure_kl=False,   # also how far the policy is from its base: two more forwards
 ):
     "Take one training step. Returns its metrics; rollouts and clocks go to the run's log."
-    c, method, look = run.config, run.method.at_step(run.memory['method']), run.look(step)
+    method, look = run.method.at_step(run.memory['method']), run.look(step)
     ahead, since = run.ahead.take(run, step), time.monotonic()
     before = _service_counts(method)
     groups, rewards = play_step(run.actor, method, step, ahead, lambda: run.ahead.settle(run))
@@ -556,25 +548,25 @@ def train_step(
     if time.monotonic() - since > 20: run.say(f'step {step}: {len(groups)} questions played, now they teach')
     with play_ahead(run, step):                         # the engine is done, and a run that is ahead lets it go on
         metrics = describe_rollouts(groups, rewards, run.tiers) | asked | {'drift': mean_drift(run.setup.chat, groups)}
-        if c.ahead: metrics['stale'] = staleness(ahead, groups, run.learner.updates)
-        rng = _keep_generator(c.seed, step)
+        if run.ahead.most: metrics['stale'] = staleness(ahead, groups, run.learner.updates)
+        rng = _keep_generator(run.actor.seed, step)
         batch = run.answers.suffice(step, asked) and assign(method, groups, look, rng, run.prefix, rewards,
-                                                            c.tree)
+                                                            run.tree)
         if not batch or batch.empty:
             run.learner.tick(step)                                  # a teacher's period is counted in steps
             return metrics | _NOTHING_LEARNED
-        credit, sampler = correct_credit(batch, run.gap, c.correction.kind, c.correction.limits)
+        credit, sampler = correct_credit(batch, *run.correction)
         metrics |= credit_metrics(method, batch, run.learner.critic, run.segments)
-        metrics['trained_tokens'] = c.epochs * credited_tokens(credit, batch.layout)
+        metrics['trained_tokens'] = run.learner.optimiser.epochs * credited_tokens(credit, batch.layout)
         if measure_kl: metrics |= kl_from_base(run.learner, batch.layout)
         made = lambda e: {'step': step, 'rollouts': rollout_rows(batch, e.trajectories)}
         with run.log.timed('update'), keeping_bad(run.log, made, f'step {step}, '):
             update = run.learner.step(batch.layout, batch.seen, credit)
         run.learner.tick(step)
-    if not c.ahead:
+    if not run.ahead.most:
         with run.log.timed('load'): run.hand_over()
     run.memory['method'] = method.move(run.memory['method'], batch)
-    keep_rollouts(run.log, step, batch, c.log.rollouts, c.log.steps, run.setup.chat)
+    keep_rollouts(run.log, step, batch, *run.written, run.setup.chat)
     if look.left_out: metrics['golds_left_out'] = look.left_out
     return {**metrics, **sampler, 'read_tokens': look.tokens, **update}
 
@@ -584,7 +576,7 @@ _NOTHING_LEARNED = {'zero_advantage': 1., 'zero_groups': 1., 'trained_tokens': 0
 def _gate_metrics(run):
     "What the gate says of a run's critic of segments now: dict, NaN where nothing tells."
     groups = run.actor.sample_dev()
-    layout = pack(groups, run.prefix, run.config.tree)
+    layout = pack(groups, run.prefix, run.tree)
     run.actor.rest()
     table = start_values(run.learner.evaluate(layout, Needs(values=True)).values, layout)
     if not run.actor.ahead: run.wake()
@@ -639,7 +631,7 @@ def begin_run(
             note_seen(log.folder, setup.questions['train'], setup.questions['dev'], c.model)
         engine = start_engine(c, origin, setup)              # before the learner: it measures what memory is free
         # models are whole until the learner spreads them, so it gives its memory back
-        if c.engine != 'hf': engine.sleep()
+        engine.sleep()
         return Run(c, setup, engine, make_learner(c, origin, setup.model), log, ranks, say)
 
 # %% ../nbs/5_run/63_train.ipynb #c076
@@ -650,7 +642,7 @@ def _evaluate_dev(run, step, metrics):
     if run.gated:
         with run.log.timed('gate'): gate = _gate_metrics(run)
     run.log.metrics(step, **metrics, **dev_metrics(scores), **gate)
-    best = scores[run.config.checkpoints.chosen_by or ('right' if 'right' in scores else 'em')]
+    best = scores[run.chosen_by or ('right' if 'right' in scores else 'em')]
     better = best > run.memory['best']
     if better: run.memory |= {'best': best, 'best_step': step}
     run.checkpoint(step, 'best' if better else None)
@@ -662,8 +654,9 @@ def _keep_examples(log, step, groups, kind):
                       'reward': float(summarize([g])['em'])} for g in groups[:6]])
 
 # %% ../nbs/5_run/63_train.ipynb #c077
-def _begin(run):
-    "Resume from the newest checkpoint, or evaluate the base. Returns the first step to take."
+def _begin(run, attempted=0):
+    """Resume from the newest checkpoint, or evaluate the base, which attempts so many dev questions as in a step too.
+    Returns the first step to take."""
     found, best = run.ranks.once(lambda: (latest_checkpoint(run.log.folder), named_checkpoint(run.log.folder, 'best')))
     run.log.cut(found[0] if found else -1)
     if found:
@@ -675,60 +668,26 @@ def _begin(run):
         return found[0] + 1
     run.wake()
     run.memory['base'], groups = run.evaluate('test')
-    run.memory['base_right'] = right_marks(groups, run.config.right or 1.)
+    run.memory['base_right'] = right_marks(groups, run.right)
     _keep_examples(run.log, 0, groups, 'before')
-    if count := run.config.base_questions:
-        run.memory['base_sampled'] = _sample_base(run.actor, run.method, count, run.say)
+    if attempted:
+        sampled = run.actor.attempt_dev(attempted)
+        rewards = run.actor.ranks.once(lambda: run.method.text_rewards(sampled))       # one rank asks a judge
+        report = base_report(sampled, rewards)
+        for line in base_lines(report): run.say(line)
+        run.memory['base_sampled'] = report
     em = _evaluate_dev(run, 0, {})
     run.say(f'base: EM {run.memory["base"]["em"]:.3f} on {len(groups)} test questions, {em:.3f} on dev')
     return 1
 
-def _sample_base(actor, method, count, say):
-    "Let the base attempt dev questions as in a step, and say what there is to learn: a `base_report`."
-    groups = actor.attempt_dev(count)
-    report = base_report(groups, actor.ranks.once(lambda: method.text_rewards(groups)))  # one rank asks a judge
-    for line in base_lines(report): say(line)
-    return report
-
 # %% ../nbs/5_run/63_train.ipynb #c090
-def _pace_line(run, pace):
-    "What a step takes beside what was foretold of rollouts as long as those that were kept: a line of text."
-    seconds = foretell(run.config, kept_lengths(run.log.folder))
-    parts = ', '.join(f'{part} {took:.3g}' for part, took in seconds.items() if took)
-    return f'a step takes {pace:.3g} s; foretold were {sum(seconds.values()):.3g} s ({parts})'
-
 def _rows_of(folder):
     "The metrics of the steps that a run has taken: list of dict."
     return [row for step, row in metrics_by_step(folder).items() if step]
 
-def _steps(run, first, times):
-    "Take the steps from `first` on, until the run is over, has collapsed, or leaves as `times` (SaveTimes) has it."
-    c, steps, since = run.config, run.config.steps, time.monotonic()
-    for step in range(first, first if run.memory.get('collapsed') else steps + 1):
-        due = step % c.eval_every == 0 or step == steps
-        with run.log.timed('step'): metrics = train_step(run, step, c.log.kl and due)
-        run.memory['rates'].append(metrics['answer_rate'])
-        run.memory['collapsed'] = has_collapsed(run.memory['rates'], c.stop.collapse)
-        dev = _evaluate_dev(run, step, metrics) if due else None
-        if not due: run.log.metrics(step, **metrics)
-        run.memory['idle'] = run.memory.get('idle', 0) + 1 if metrics['trained_tokens'] == 0 else 0
-        if run.memory['idle'] == IDLE: run.say(run.ranks.once(lambda: idle_line(_rows_of(run.log.folder))))
-        if (step == first or due) and (line := belief_warning(metrics)): run.say(line)
-        pace = (time.monotonic() - since) / (step - first + 1)
-        if due or is_shown(step, first):
-            run.say(f'{step_line(step, steps, metrics, dev)}  {pace:.2f} s/step, {pace * (steps - step):.0f} s left')
-        if step == first + 2 and is_large(c.model) and run.ranks.first: run.say(_pace_line(run, pace))
-        if run.memory['collapsed']:
-            run.say(f'stopped at step {step}: the answer rate of the last 5 steps fell below {c.stop.collapse:.0%} of '
-                    'its best; try a smaller learning rate, or a KL term')
-            return
-        saves = times.due()
-        if saves and not due: run.checkpoint(step)
-        if step < steps and (saves or due): times.saved(f'step {step}', run.say)
-
 # %% ../nbs/5_run/63_train.ipynb #c079
-def _finish(run):
-    "Evaluate the best checkpoint on the test questions and write the summary."
+def _finish(run, about):
+    "Evaluate the best checkpoint on the test questions and write the summary, which begins with `about` (dict)."
     step, path = run.ranks.once(lambda: named_checkpoint(run.log.folder, 'best'))
     last, groups = run.evaluate('test')
     final, done = last, len(run.memory['rates'])
@@ -737,14 +696,14 @@ def _finish(run):
         run.hand_over()
         final, groups = run.evaluate('test')
     _keep_examples(run.log, done + 1, groups, 'after')
-    c, top, base = run.config, run.setup.ceiling, run.memory['base']
+    top, base = run.setup.ceiling, run.memory['base']
     hops = dict(Counter(str(g.question.meta['hops']) for g in groups if 'hops' in g.question.meta))
     sets = dict(Counter(g.question.source for g in groups))
     judged = judge_hashes(run.method)
     rows = run.ranks.once(lambda: _rows_of(run.log.folder))
     idle = idle_line(rows) if all(row.get('trained_tokens') == 0 for row in rows) else None
     summary = {
-        'method': c.method, 'options': c.options, 'seed': c.seed, 'steps': c.steps, 'best_step': step,
+        **about, 'best_step': step,
         'protocol': run.setup.chat.protocol.name, 'prompt_hash': prompt_hash(run.setup.chat.protocol),
         'rendered_hash': prompt_hash(run.setup.chat),
         **({'judge_prompt_hashes': judged} if judged else {}),
@@ -752,7 +711,7 @@ def _finish(run):
         'base_em': base['em'], 'final_em': final['em'], 'last_em': last['em'], 'ceiling_em': top and top['all'],
         'base': base, 'final': final, 'ceiling': top,
         **{name: run.memory[name] for name in ('base_sampled', 'base_right') if name in run.memory},
-        'final_right': right_marks(groups, c.right or 1.),
+        'final_right': right_marks(groups, run.right),
         **({'nothing_learned': idle} if idle else {}),
         'collapsed': run.memory.get('collapsed', False), 'code': code_hashes('train'), 'seconds': run.log.elapsed}
     run.log.summary(summary)
@@ -780,12 +739,13 @@ def train(
     over = is_finished(c)
     if not (over or is_rank()):
         if c.model != 'tiny': find_model(c.model)
-        for line in [*forecast(c), *no_gpu(c, c.model)] if is_large(c.model) else (): say(line)
+        lines = [*forecast(c), *no_gpu(c.model, c.ranks, c.here, c.tflops)] if is_large(c.model) else []
+        for line in lines: say(line)
     return on_ranks('credit_rl.train', c, say, lambda ranks: _train(c, say, ranks), hold_run, over,
                     c.checkpoints.restarts, c.checkpoints.grace)
 
 def _train(c, say, ranks):
-    "The run, or this rank's part of it."
+    "The run, or this rank's part of it: steps until it is over, has collapsed, or is told to leave."
     if is_finished(c):
         check_same_params(c)
         if ranks.first:
@@ -793,9 +753,34 @@ def _train(c, say, ranks):
         return Path(c.run)
     set_torch(c.torch.threads, c.torch.tf32)
     with watch_signals(c.run) as asked, contextlib.closing(begin_run(c, say, ranks)) as run:
-        with run.log.beginning(): first = _begin(run)
-        _steps(run, first, SaveTimes(asked, c.checkpoints.minutes, ranks))
-        _finish(run)
+        with run.log.beginning(): first = _begin(run, c.base_questions)
+        say, memory, steps, folder = run.say, run.memory, c.steps, run.log.folder
+        times, since = SaveTimes(asked, c.checkpoints.minutes, ranks), time.monotonic()
+        for step in range(first, first if memory.get('collapsed') else steps + 1):
+            due = step % c.eval_every == 0 or step == steps
+            with run.log.timed('step'): metrics = train_step(run, step, c.log.kl and due)
+            memory['rates'].append(metrics['answer_rate'])
+            memory['collapsed'] = has_collapsed(memory['rates'], c.stop.collapse)
+            dev = _evaluate_dev(run, step, metrics) if due else None
+            if not due: run.log.metrics(step, **metrics)
+            memory['idle'] = memory.get('idle', 0) + 1 if metrics['trained_tokens'] == 0 else 0
+            if memory['idle'] == IDLE: say(ranks.once(lambda: idle_line(_rows_of(folder))))
+            if (step == first or due) and (line := belief_warning(metrics)): say(line)
+            pace = (time.monotonic() - since) / (step - first + 1)
+            if due or is_shown(step, first):
+                say(f'{step_line(step, steps, metrics, dev)}  {pace:.2f} s/step, {pace * (steps - step):.0f} s left')
+            if step == first + 2 and is_large(c.model) and ranks.first:
+                took = foretell(c, kept_lengths(folder))
+                say(f'a step takes {pace:.3g} s; foretold were {sum(took.values()):.3g} s ('
+                    + ', '.join(f'{part} {seconds:.3g}' for part, seconds in took.items() if seconds) + ')')
+            if memory['collapsed']:
+                say(f'stopped at step {step}: the answer rate of the last 5 steps fell below {c.stop.collapse:.0%} of '
+                    'its best; try a smaller learning rate, or a KL term')
+                break
+            saves = times.due()
+            if saves and not due: run.checkpoint(step)
+            if step < steps and (saves or due): times.saved(f'step {step}', say)
+        _finish(run, {'method': c.method, 'options': c.options, 'seed': c.seed, 'steps': steps})
         ranks.wait()
     return Path(c.run)
 

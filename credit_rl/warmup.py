@@ -521,35 +521,30 @@ def read_tiers(path):
     return {(q['source'], q['id']): t for q, t in zip(head['questions'], head['tier'])}
 
 # %% ../nbs/4_learning/54_warmup.ipynb #c062
-def _clusters(questions, how, embed):
-    "The cluster of each question; of several sources with numbers of their own each by itself."
-    if not isinstance(how.clusters, dict):
-        return cluster_questions([q.text for q in questions], how.clusters, how.seed, embed)
-    strange = {q.source for q in questions} - set(how.clusters)
-    if strange:
-        raise ValueError(f'clusters has a number for {", ".join(how.clusters)}, but there are questions of '
-                         f'{", ".join(sorted(strange))}')
-    out = [None] * len(questions)
-    for source, k in how.clusters.items():
-        own = [i for i, q in enumerate(questions) if q.source == source]
-        for i, c in zip(own, cluster_questions([questions[i].text for i in own], k, how.seed, embed) if own else []):
-            out[i] = (source, c)
-    return out
-
 def choose_questions(
-    questions,  # list of Q Question
-    tier,       # (Q,) long
-    how,        # CollectionPlan
-    embed=None, # as for cluster_questions
+    questions,   # list of Q Question
+    tier,        # (Q,) long
+    wanted,      # questions of Tier 1 and of Tier 2, at most: a pair
+    clusters=50, # of all, or {source: number}, each by itself; None: as many of any tier and cluster are drawn
+    seed=0,
+    embed=None,  # as for cluster_questions
 ):
-    """Draw so many questions of each tier, evenly over clusters, or (random) as many of any: list of indices. A tier
-    that has no more than are wanted is taken whole."""
-    if how.collected == 'random':
-        return sorted(random.Random(how.seed).sample(range(len(questions)), min(sum(how.wanted), len(questions))))
-    clusters, out = _clusters(questions, how, embed), []
-    for t, n in zip((1, 2), how.wanted):
+    """Draw so many questions of each tier, evenly over clusters: list of indices. A tier that has no more than are
+    wanted is taken whole. Raises ValueError on sources without a number."""
+    if clusters is None:
+        return sorted(random.Random(seed).sample(range(len(questions)), min(sum(wanted), len(questions))))
+    numbers = clusters if isinstance(clusters, dict) else {None: clusters}
+    if strange := {q.source for q in questions} - set(numbers) if None not in numbers else ():
+        raise ValueError(f'clusters has a number for {", ".join(numbers)}, but there are questions of '
+                         f'{", ".join(sorted(strange))}')
+    place, out = {}, []
+    for source, k in numbers.items():
+        own = [i for i, q in enumerate(questions) if source in (None, q.source)]
+        found = cluster_questions([questions[i].text for i in own], k, seed, embed) if own else []
+        place |= {i: (source, cluster) for i, cluster in zip(own, found)}
+    for t, n in zip((1, 2), wanted):
         own = (tier == t).nonzero()[:, 0].tolist()
-        out += [own[i] for i in draw_evenly([clusters[i] for i in own], min(n, len(own)), how.seed)]
+        out += [own[i] for i in draw_evenly([place[i] for i in own], min(n, len(own)), seed)]
     return sorted(out)
 
 # %% ../nbs/4_learning/54_warmup.ipynb #c063
@@ -606,7 +601,8 @@ def collect(
              for t, n, wanted in zip((1, 2), found, how.wanted) if n <= wanted]
     if whole and how.collected != 'random':
         say(f'takes {" and ".join(whole)}: clusters choose nothing there; give more questions or a smaller per_tier')
-    chosen, elsewhere = choose_questions(questions, tier, how, embed), set()
+    clusters, elsewhere = None if how.collected == 'random' else how.clusters, set()
+    chosen = choose_questions(questions, tier, how.wanted, clusters, how.seed, embed)
     if other and how.collected != 'random':
         elsewhere |= set(random.Random(how.seed + 1).sample(chosen, round(how.other_share * len(chosen))))
     played, prompts, own = [], [], []

@@ -235,17 +235,18 @@ def data():
 @pytest.fixture(scope='session')
 def spoken(tmp_path_factory):
     "A Hugging Face folder with a small random Qwen2 and a tokenizer of bytes, so that any text can be said to it."
-    import torch
-    from transformers import Qwen2Config, Qwen2ForCausalLM
     from credit_rl.protocol import byte_tokenizer
-    folder, tokenizer = tmp_path_factory.mktemp('spoken'), byte_tokenizer()
-    torch.manual_seed(0)
-    Qwen2ForCausalLM(
-        Qwen2Config(vocab_size=len(tokenizer), hidden_size=64, intermediate_size=128, num_hidden_layers=2,
-                    num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=16384,
-                    eos_token_id=tokenizer.eos_token_id)).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return str(folder)
+    from random_models import save_small
+    return save_small(tmp_path_factory.mktemp('spoken'), byte_tokenizer())
+
+
+@pytest.fixture(scope='module')
+def on_a_cpu():
+    "PyTorch sees no GPU in this process: the same numbers everywhere."
+    import torch
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, 'is_available', lambda: False)
+        yield
 
 
 @pytest.fixture(scope='session')

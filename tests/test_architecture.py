@@ -73,26 +73,6 @@ def module_of(name):
     return name.removeprefix('credit_rl.').removeprefix('studies.').split('.')[0]
 
 
-def definitions(cells):
-    "Public names that cells define at the top level."
-    for c in cells:
-        for n in c.tree.body:
-            if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
-                names = [n.name]
-            elif isinstance(n, (ast.Assign, ast.AnnAssign)):
-                targets = n.targets if isinstance(n, ast.Assign) else [n.target]
-                # not a.b = …
-                names = [
-                    x.id
-                    for t in targets
-                    for x in ast.walk(t)
-                    if isinstance(x, ast.Name) and isinstance(x.ctx, ast.Store)
-                ]
-            else:
-                names = []
-            yield from (x for x in names if not x.startswith('_'))
-
-
 # ---- rules on one notebook ----
 
 def floors(nb, numbers):
@@ -297,16 +277,6 @@ def test_one_notebook_a_module_and_one_module_a_notebook():
     assert modules == set(exported), (f'without a notebook: {modules - set(exported)}; not exported yet: '
                                       f'{set(exported) - modules}')
     assert {len(p.parts) for p in paths} == {1, 2} and {p.parts[0] for p in paths if len(p.parts) > 1} == {'studies'}
-
-
-def test_modules_list_what_their_notebooks_define():
-    for nb in NOTEBOOKS:
-        for module in nb.modules:
-            tree = ast.parse((ROOT / 'credit_rl' / f'{module.replace(".", "/")}.py').read_text(encoding='utf-8'))
-            lists = {ast.unparse(n.targets[0]): n.value for n in tree.body if isinstance(n, ast.Assign)}
-            listed, passed_on = (set(ast.literal_eval(lists.get(name, ast.List([])))) for name in ('__all__', '_all_'))
-            assert listed == passed_on | set(definitions(nb.exported)), (f'{module}.__all__ is not what {nb.stem} '
-                                                                         'defines; export it again')
 
 
 def notebook(stem, *cells, **first):

@@ -110,9 +110,14 @@ sys.exit(len(failed))
 def test_every_name_of_the_package_needs_the_base_alone(base_python):
     script = """
 import credit_rl.api, importlib.util
-for absent in ('transformers', 'requests', 'pandas', 'nbdev'): assert importlib.util.find_spec(absent) is None, absent
+for absent in ('transformers', 'requests', 'pandas', 'nbdev', 'openai'):
+    assert importlib.util.find_spec(absent) is None, absent
 for name in (*credit_rl.api.HOMES, *credit_rl.api.MODULES): getattr(credit_rl, name)
 assert credit_rl.METHODS['tspo'] and credit_rl.make_config({'method': 'tspo'}).method == 'tspo'
+from credit_rl.judge import Judge
+try: Judge('http://127.0.0.1:1/v1', 'm')
+except ImportError as e: assert 'credit_rl[judge]' in str(e), e
+else: raise AssertionError('openai was not missed')
 """
     done = subprocess.run([base_python, '-Ic', script], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     assert done.returncode == 0, done.stdout

@@ -4,7 +4,7 @@ RLOO, GRPO, Dr. GRPO and REINFORCE++ are compared with TRL's trainers, the joint
 maintained library that can be installed beside them holds MT-GRPO, MT-GRPO* or GiGPO: these are compared with their
 definitions, written out slowly.
 """
-import math, statistics
+import functools, itertools, math, statistics
 from collections import defaultdict
 from types import SimpleNamespace
 
@@ -18,6 +18,8 @@ from torchrl.objectives.value import functional
 from credit_rl.advantages import (anchor_ids, anchor_share, discounted_sum, gae, gigpo, group_normalize, mt_grpo,
                                   mt_grpo_star, reinforce_pp, rloo, to_tokens, turn_normalize)
 from credit_rl.tspo import folr_rewards, tspo_advantages
+from credit_rl.carl import segment_advantages
+from credit_rl.information_gain import NORMS, igpo_advantages
 from credit_rl.groups import at_last_turn, discounted_suffix, group_share, standardize
 from credit_rl.losses import kl
 from credit_rl.trajectory import Group, Question, Trajectory, Turn, example_group
@@ -67,6 +69,7 @@ def finds_of(x, mask):
     return (x[:, 0] > 0).to(x.dtype), first
 
 
+IGPO = [*itertools.product(NORMS, ('paper', 'released'))]
 RULES = {  # (x (N, K), turn_mask, groups) → (N, K) or (N,)
     'joint norm': lambda v, m, g: group_normalize(v, g, m),
     'outcome norm': lambda v, m, g: group_normalize(v[:, 0], g),
@@ -84,6 +87,9 @@ RULES = {  # (x (N, K), turn_mask, groups) → (N, K) or (N,)
     'tspo all-wrong': lambda v, m, g: tspo_advantages(*finds_of(v, m), m, g),
     'folr': lambda v, m, g: folr_rewards(*finds_of(v, m), m, 0.5),
     'discounted_sum': lambda v, m, g: discounted_sum(v, m, 0.9),
+    **{f'igpo {norm} {variant}': functools.partial(igpo_advantages, gamma=0.9, norm=norm, variant=variant)
+       for norm, variant in IGPO},
+    'segments': lambda v, m, g: segment_advantages(v, m, (v[:, 0] > 0).to(v.dtype), 0.5),
 }
 every_rule = pytest.mark.parametrize('rule', RULES.values(), ids=RULES)
 brief = settings(max_examples=15)
@@ -100,7 +106,8 @@ def test_shift_and_scale_do_not_matter(batch, shift, scale):
                  lambda v: mt_grpo(v[:, 0], v[:, 0], mask[:, :2], groups, eps=0),
                  lambda v: mt_grpo_star(v, v[:, 0], mask, groups, eps=0),
                  lambda v: gigpo(v, anchors, mask, groups, gamma=0.0, mode='mean_std_norm', eps=0)
-                 if mask.all() else v.new_zeros(v.shape)):
+                 if mask.all() else v.new_zeros(v.shape),
+                 *(lambda v, norm=norm: igpo_advantages(v, mask, groups, 0.0, norm, eps=0) for norm in NORMS)):
         assert_close(rule(scale * x), rule(x), atol=1e-9, rtol=1e-9)
         kept = rule(x) != 0                 # an inexact shift may open a spread of one bit where there was none
         assert_close(rule(x + shift)[kept], rule(x)[kept], atol=1e-9, rtol=1e-9)
@@ -164,7 +171,8 @@ def test_equal_rewards_give_exactly_zero(dtype, constant, size):
               rloo(x[:, 0], groups),
               reinforce_pp(x[:, 0]), reinforce_pp(x[:, 0], groups), mt_grpo_star(x, x[:, 0], mask, groups),
               gigpo(x, torch.zeros(size, 3, dtype=torch.long), mask, groups, gamma=0.0, mode='mean_std_norm'),
-              group_normalize(x[:, 0], groups, ddof=1), group_normalize(x[:, 0], groups, eps=0.0)):
+              group_normalize(x[:, 0], groups, ddof=1), group_normalize(x[:, 0], groups, eps=0.0),
+              *(igpo_advantages(x, mask, groups, norm=norm, variant=variant, eps=0.0) for norm, variant in IGPO)):
         assert (a == 0).all() and a.dtype == dtype
 
 
@@ -180,7 +188,8 @@ def test_a_missing_trajectory_leaves_the_statistics(batch, data):
                  lambda v, m, g: gigpo(v, torch.zeros_like(m, dtype=torch.long), m, g),
                  lambda v, m, g: mt_grpo(v[:, 0].abs(), v[:, 0], m[:, :2], g),
                  lambda v, m, g: mt_grpo_star(v, v[:, 0], m, g),
-                 lambda v, m, g: mt_grpo_star(v, v[:, 0], m, g, norm='pooled')):
+                 lambda v, m, g: mt_grpo_star(v, v[:, 0], m, g, norm='pooled'),
+                 *(rule for name, rule in RULES.items() if name.startswith('igpo'))):
         out = rule(holed, mask, groups)
         assert (out[gone] == 0).all()
         assert_close(out[kept], rule(x[kept], mask[kept], groups[kept]), atol=1e-8, rtol=1e-8)
@@ -234,7 +243,7 @@ def test_empty_cells_and_invalid_entries_do_not_leak():
 def test_integer_rewards_are_not_truncated():
     x, mask, groups = torch.tensor([[1, 0, 1], [0, 0, 0]]), torch.ones(2, 3, dtype=torch.bool), torch.tensor([0, 0])
     for rule in (lambda v: group_normalize(v, groups, mask), lambda v: turn_normalize(v, mask, groups),
-                 lambda v: discounted_sum(v, mask, 0.5),
+                 lambda v: discounted_sum(v, mask, 0.5), lambda v: igpo_advantages(v, mask, groups),
                  lambda v: rloo(v[:, 0], groups), lambda v: reinforce_pp(v[:, 0]),
                  lambda v: reinforce_pp(v[:, 0], groups),
                  lambda v: mt_grpo_star(v, v[:, 0], mask, groups), lambda v: gigpo(v, mask.long(), mask, groups),

@@ -10,7 +10,7 @@ from credit_rl.llds import likelihood_falls
 from credit_rl.methods import compose
 from credit_rl.parts import Credit, Loss
 from credit_rl.trajectory import example_group
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from random_models import small_qwen
 
 
 def by_loop(logp, old, a, trained, actions):
@@ -36,9 +36,7 @@ def test_the_term_is_its_definition(seed):
 
 
 def learner_of(loss):
-    torch.manual_seed(3)
-    model = Qwen2ForCausalLM(Qwen2Config(vocab_size=80, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
-                                         num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=256))
+    model = small_qwen(80, 3, hidden_size=16, intermediate_size=16, num_hidden_layers=1, max_position_embeddings=256)
     return Learner(model, loss, Optimiser(learning_rate=3e-3, minibatches=1, epochs=4), seed=1)
 
 

@@ -16,6 +16,7 @@ from credit_rl.layout import loss_weights, pack, token_logps
 from credit_rl.metrics import normalize
 from credit_rl.outcome import METRICS, outcome_rewards
 from credit_rl.trajectory import Group, Question, Stop, Trajectory, Turn, example_group
+from random_models import small_qwen
 
 ELSEWHERE = {
     're-tokenised text drifts from the sampled ids':
@@ -49,11 +50,7 @@ def test_the_trap_is_still_tested_there(place):
 @pytest.fixture(scope='module')
 def model():
     "A small Qwen2 with sharp random weights, which minds what it reads."
-    from transformers import Qwen2Config, Qwen2ForCausalLM
-    torch.manual_seed(0)
-    return Qwen2ForCausalLM(
-        Qwen2Config(vocab_size=100, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=2,
-                    num_key_value_heads=1, initializer_range=0.2)).eval()
+    return small_qwen(100, intermediate_size=96, initializer_range=.2)
 
 
 @torch.no_grad()

@@ -1,5 +1,5 @@
 """35_turn_rewards: rule rewards, their place among the tokens, and a judge behind an HTTP server on this machine."""
-import dataclasses, gzip, json, math, subprocess, sys
+import dataclasses, gzip, json, math
 from functools import partial
 
 import pytest, torch
@@ -20,7 +20,7 @@ from credit_rl.train import train
 from credit_rl.trajectory import Group, Question, Stop, Trajectory, Turn, example_group
 from credit_rl.turn_rewards import (judge_prompt, judge_rewards, parse_ratings, place_rewards, rating_scores,
                                     rule_rewards, rule_turn_rewards, tool_segments)
-from judge_server import Stub
+from judge_server import Stub, counted, no_proxy  # noqa: F401
 from made_runs import SHORT
 
 settings.register_profile('turn_rewards', deadline=None, max_examples=60)
@@ -237,14 +237,6 @@ def test_a_text_without_the_grades_form_is_shown_to_the_judge_as_it_is():
 
 # ---------------------------------------------------------------- a judge behind HTTP
 
-@pytest.fixture(autouse=True)
-def no_proxy(monkeypatch):
-    monkeypatch.setenv('NO_PROXY', '*')
-
-
-def count(calls, **more): return dict(calls=calls, retries=0, failures=0, unparsable=0, empty=0, cut=0) | more
-
-
 def upper(reply):
     return reply.upper() if reply != 'mumble' else None
 
@@ -253,11 +245,11 @@ def test_normal_replies_come_back_in_order():
     with Stub(lambda prompt, attempt: f'said {prompt}') as stub:
         judge = stub.judge(api_key='k', options={'temperature': 0.5, 'max_tokens': 7})
         judge.check()
-        assert judge.counts == count(0)  # a check is no call
+        assert judge.counts == counted(0)  # a check is no call
         prompts = [str(i) for i in range(20)]
-        assert judge.ask(prompts, upper) == [f'SAID {p}' for p in prompts] and judge.counts == count(20)
+        assert judge.ask(prompts, upper) == [f'SAID {p}' for p in prompts] and judge.counts == counted(20)
         assert judge.ask([[{'role': 'system', 'content': 's'}, {'role': 'user', 'content': 'u'}]], upper) == ['SAID U']
-        assert judge.ask([], upper) == [] and judge.counts == count(21) and judge.last_error is None
+        assert judge.ask([], upper) == [] and judge.counts == counted(21) and judge.last_error is None
         last = stub.requests[-1]
         assert (last['path'], last['key'], last['model']) == ('/v1/chat/completions', 'Bearer k', 'stub')
         assert (last['temperature'], last['max_tokens']) == (0.5, 7)
@@ -268,9 +260,9 @@ def test_normal_replies_come_back_in_order():
 def test_an_error_of_the_server_is_tried_again(status):
     with Stub(lambda prompt, attempt: status if attempt < int(prompt) else 'fine') as stub:
         judge = stub.judge()
-        assert judge.ask(['0', '1', '2'], upper) == ['FINE'] * 3 and judge.counts == count(3, retries=3)
+        assert judge.ask(['0', '1', '2'], upper) == ['FINE'] * 3 and judge.counts == counted(3, retries=3)
         assert judge.ask(['3'], upper) == [None]                                  # only two retries were allowed
-        assert judge.counts == count(4, retries=5, failures=1)
+        assert judge.counts == counted(4, retries=5, failures=1)
         assert str(status) in judge.last_error and len(stub.requests) == 1 + 2 + 3 + 3
 
 
@@ -278,7 +270,7 @@ def test_an_error_of_the_server_is_tried_again(status):
 def test_an_error_of_ours_is_not_tried_again(status):
     with Stub(lambda prompt, attempt: status) as stub:
         judge = stub.judge()
-        assert judge.ask(['x'], upper) == [None] and judge.counts == count(1, failures=1) and len(stub.requests) == 1
+        assert judge.ask(['x'], upper) == [None] and judge.counts == counted(1, failures=1) and len(stub.requests) == 1
         with pytest.raises(ConnectionError, match=f'stub.*{status}'): judge.check()
 
 
@@ -286,14 +278,14 @@ def test_an_attempt_that_hangs_is_tried_again():
     with Stub(lambda prompt, attempt: 'hang' if attempt == 0 else 'fine') as stub:
         judge = stub.judge(timeout=1.0, retries=8)
         assert judge.ask(['x'], upper) == ['FINE']
-        assert judge.counts == count(1, retries=judge.counts['retries']) and judge.counts['retries'] >= 1
+        assert judge.counts == counted(1, retries=judge.counts['retries']) and judge.counts['retries'] >= 1
 
 
 def test_one_that_fails_does_not_hold_the_others_up():
     with Stub(lambda prompt, attempt: 500 if prompt == 'bad' else 'fine') as stub:
         judge = stub.judge(concurrency=1)
         assert judge.ask(['a', 'bad', 'b'], upper) == ['FINE', None, 'FINE']
-        assert judge.counts == count(3, retries=2, failures=1)
+        assert judge.counts == counted(3, retries=2, failures=1)
 
 
 @pytest.mark.parametrize('answer', [b'<html>welcome</html>', b'', {'choices': []}, {'choices': [{}]}, {'choices': None},
@@ -302,7 +294,7 @@ def test_a_success_that_is_no_completion_is_a_failure(answer):
     with Stub(lambda prompt, attempt: answer) as stub:
         judge = stub.judge()
         assert judge.ask(['x'], upper) == [None]
-        assert judge.counts == count(1, failures=1) and 'no chat completion' in judge.last_error
+        assert judge.counts == counted(1, failures=1) and 'no chat completion' in judge.last_error
 
 
 def test_an_unparsable_reply_leaves_the_statistics_and_is_counted():
@@ -322,15 +314,8 @@ def test_an_unparsable_reply_leaves_the_statistics_and_is_counted():
     width = without.layout.ids.shape[1]
     assert without.credit.advantages.any() and not batch.credit.advantages[2].any()
     assert_close(batch.credit.advantages[:2, :width], without.credit.advantages, atol=1e-6, rtol=0)
-    assert logged == {f'judge_{name}': n for name, n in count(5, unparsable=1).items()}
+    assert logged == {f'judge_{name}': n for name, n in counted(5, unparsable=1).items()}
     assert all(name in METRICS for name in logged)
-
-
-def test_a_completion_without_text_is_an_empty_reply():
-    "A model that spent its tokens on reasoning has content null."
-    with Stub(lambda prompt, attempt: {'choices': [{'message': {'role': 'assistant', 'content': None}}]}) as stub:
-        judge = stub.judge()
-        assert judge.ask(['x'], lambda reply: reply or None) == [None] and judge.counts == count(1, unparsable=1, empty=1)
 
 
 def test_a_judge_that_is_down_is_refused_before_and_counted_during_a_run():
@@ -338,7 +323,7 @@ def test_a_judge_that_is_down_is_refused_before_and_counted_during_a_run():
     with pytest.raises(ConnectionError, match='gone'): judge.check()
     group = example_group()
     out = judge_rewards([group], judge)
-    assert out[:, :3].isnan().all() and (out[:, 3] == 0).all() and judge.counts == count(3, retries=3, failures=3)
+    assert out[:, :3].isnan().all() and (out[:, 3] == 0).all() and judge.counts == counted(3, retries=3, failures=3)
 
 
 @pytest.mark.parametrize('bad', [dict(retries=-1), dict(timeout=0), dict(concurrency=0), dict(deadline=0)])
@@ -362,7 +347,7 @@ def test_judge_rewards_from_end_to_end():
         assert len(stub.requests) == 3 + 3 + 2       # three attempts of what broke, two unreadable asked again
     assert_close(out, torch.tensor([[1, 5 / 8, 0], [NAN, NAN, 0], [NAN, NAN, 0], [NAN, NAN, 0], [0, 0, 0]]),
                  equal_nan=True)
-    assert judge.counts == count(4, retries=2, failures=1, unparsable=2)
+    assert judge.counts == counted(4, retries=2, failures=1, unparsable=2)
 
 
 def test_a_failed_judge_leaves_the_outcome_alone():
@@ -377,28 +362,6 @@ def test_a_failed_judge_leaves_the_outcome_alone():
     assert rewards[tool_segments([group])].isnan().all()
     plain = mt_grpo_star(torch.zeros(3, 4), outcome, mask, groups)
     assert_close(mt_grpo_star(rewards, outcome, mask, groups, tool_segments([group])), plain)
-
-
-def run_without(*modules):
-    "Run Python where some modules cannot be imported; returns what it printed."
-    code = ("import sys\n"
-            "class Refuse:\n"
-            "    def find_spec(self, name, path=None, target=None):\n"
-            f"        if name.split('.')[0] in {set(modules)!r}: raise ImportError('refused: ' + name)\n"
-            "sys.meta_path.insert(0, Refuse())\n"
-            "import credit_rl.potentials\n"
-            "import credit_rl.turn_rewards\nfrom credit_rl.judge import Judge\n"
-            "try: Judge('http://127.0.0.1:1/v1', 'm')\n"
-            "except ImportError as e: print(e)\n")
-    done = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
-def test_modules_load_with_torch_alone_and_a_missing_client_names_its_extra():
-    said = run_without('openai', 'transformers', 'datasets', 'pandas', 'matplotlib', 'seaborn', 'scipy', 'sklearn',
-                       'requests', 'httpx', 'yaml', 'tqdm', 'nbdev', 'fastcore')
-    assert 'credit_rl[judge]' in said
 
 
 # ---------------------------------------------------------------- a judge's words from a file

@@ -9,18 +9,10 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from credit_rl.judge import Judge, after_thought, quote_thought, read_verdict
-from judge_server import Stub
+from judge_server import Stub, counted, no_proxy  # noqa: F401
 
 WORDS = {'yes': 1, 'no': 0}
 MATCH, GROUNDED = dict(words={'match': 1}, plain=True), dict(words={'grounded': 1, 'invented': 0})
-
-
-@pytest.fixture(autouse=True)
-def no_proxy(monkeypatch):
-    monkeypatch.setenv('NO_PROXY', '*')
-
-
-def counted(calls, **more): return dict(calls=calls, retries=0, failures=0, unparsable=0, empty=0, cut=0) | more
 
 
 def asked(stub): return [r['messages'][-1]['content'] for r in stub.requests]

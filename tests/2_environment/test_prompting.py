@@ -4,7 +4,6 @@ import json
 import re
 
 import pytest
-import torch
 
 from credit_rl import evaluate as evaluation
 from credit_rl.studies.baselines import Script
@@ -28,11 +27,7 @@ SEVEN = tuple(n for n, b in BENCHMARKS.items() if b.has_corpus)
 ROWS = SAMPLE.parent / 'rows'
 
 
-@pytest.fixture(autouse=True, scope='module')
-def on_a_cpu():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.cuda, 'is_available', lambda: False)
-        yield
+pytestmark = pytest.mark.usefixtures('on_a_cpu')
 
 
 @pytest.fixture(scope='module')

@@ -22,6 +22,7 @@ from credit_rl.scoring import gold_templates
 from credit_rl.tools import SearchTool
 from credit_rl.trajectory import Question, Result, Stop, Trajectory, Turn
 from credit_rl.turn_rewards import parse_ratings
+from random_models import small_qwen
 from templates import FAMILIES, PUBLISHED, TRL, family_tokenizer, template_text
 
 EVERY = [(name, False) for name in FAMILIES] + [(name, True) for name in PUBLISHED]
@@ -395,8 +396,7 @@ def test_a_base_models_eos_is_not_the_end_of_a_turn(name, end):
     tokenizer = byte_tokenizer(template_text(name), eos='<|endoftext|>', bos=family.bos, special=(*family.special, end))
     chat = Chat(PROTOCOLS['tiny'], tokenizer)
     assert chat.end == end and chat.stop == ('</tool_call>', '</answer>', end) and chat.end_id != tokenizer.eos_token_id
-    torch.manual_seed(0)
-    engine = HFEngine(small_model(len(tokenizer), initializer_range=.02), tokenizer)
+    engine = HFEngine(small_qwen(len(tokenizer), max_position_embeddings=4096), tokenizer)
     groups = rollout(engine, Environment(chat, TOOL, max_turns=4, max_tokens=2000), [QUESTION], 8,
                      SamplingParams(max_tokens=60), seed=3)
     said = [x for t in groups[0].trajectories for x in t.turns]
@@ -404,13 +404,6 @@ def test_a_base_models_eos_is_not_the_end_of_a_turn(name, end):
     assert ended and all(chat.end_id not in x.action_ids[:-1] and end not in x.action_text for x in said)
     followed = [x for x in ended if x.observation_ids]
     assert followed and all(x.observation_ids[0] != chat.end_id for x in followed)
-
-
-def small_model(vocabulary, **settings):
-    from transformers import Qwen2Config, Qwen2ForCausalLM
-    config = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2,
-                  num_key_value_heads=1, initializer_range=.1, max_position_embeddings=4096)
-    return Qwen2ForCausalLM(Qwen2Config(vocab_size=vocabulary, **{**config, **settings})).eval()
 
 
 def thinker(text, rng):
@@ -446,9 +439,8 @@ def test_a_rewriting_template_makes_a_row_of_each_turn(published):
 def test_in_rewritten_contexts_too_a_plain_forward_gives_the_sampled_logps():
     "A random model under Qwen3 without thinking: rows, their log-probabilities, and independence of the batch."
     chat = chat_of('qwen3', PROTOCOLS['tiny'], options={'enable_thinking': False})
-    torch.manual_seed(0)
-    model, questions = small_model(len(
-        chat.tokenizer)), [Question(n, f'Who is {n}?', ['x']) for n in ('Ada', 'Alan Turing', 'Emmy')]
+    model = small_qwen(len(chat.tokenizer), initializer_range=.1, max_position_embeddings=4096)
+    questions = [Question(n, f'Who is {n}?', ['x']) for n in ('Ada', 'Alan Turing', 'Emmy')]
 
     def play(questions=questions, **engine):
         env = Environment(chat, TOOL, max_turns=3, max_tokens=2000)
@@ -874,14 +866,14 @@ def test_a_file_says_what_a_row_says(tmp_path):
 
 
 @pytest.mark.parametrize('text, message', [
-    ('usr: hi', "no field 'usr'; did you mean 'user'"), ('user: hi', 'field user must hold {question}'),
+    ('usr: hi', "'user'"), ('user: hi', 'question'),
     ('user: "{question} {query}"', 'field user'), ('call_tag: "a b"', 'field call_tag'),
     ('call_tag: null', 'field call_tag'),
-    ('name: 3', 'field name must be a text'), ('call_style: jsno', 'call_style must be one of'),
+    ('name: 3', 'field name'), ('call_style: jsno', 'call_style'),
     ('response_role: model', 'response_role'), ('tools: search', 'field tools'),
     ('gold_schema: x', 'field gold_schema'),
-    ('gold_schema: [a, 3]', 'gold_schema'), ('answer_stop: never', 'answer_stop'), ('[1]', 'wanted fields of Protocol'),
-    ('user: &a x\nsystem: *a', 'alias'), ('user: "', 'cannot be read'),
+    ('gold_schema: [a, 3]', 'gold_schema'), ('answer_stop: never', 'answer_stop'), ('[1]', 'Protocol'),
+    ('user: &a x\nsystem: *a', 'alias'), ('user: "', 'read'),
 ])
 def test_a_file_that_is_wrong_is_refused_by_its_field(tmp_path, text, message):
     from credit_rl.protocol import read_protocol

@@ -110,9 +110,14 @@ CODE = PROTOCOLS['carl']
     ('```python\nprint(1)\n```\n', 'print(1)\n'), ('```Py\nprint(1)\n```', 'print(1)\n'), ('```\nprint(1)\n```\n', 'print(1)\n'),
     ('I run:\r\n```python\r\nx = 1\r\nprint(x)\r\n```\r\n', 'x = 1\nprint(x)\n'), ('```\nx = search("a")\n```', 'x = search("a")\n'),
     ('  ```python\n  if 1:\n      print(1)\n  ```\n', 'if 1:\n    print(1)\n'), ('```python\nlook it up\n```\n', 'look it up\n'),
-    ('```json\n{"a": 1}\n```\nThen:\n```python\nprint(2)\n```\n', 'print(2)\n'), (r'Not \boxed{1}:' '\n```python\nprint(1)\n```\n', 'print(1)\n')])
+    ('```json\n{"a": 1}\n```\nThen:\n```python\nprint(2)\n```\n', 'print(2)\n'), (r'Not \boxed{1}:' '\n```python\nprint(1)\n```\n', 'print(1)\n'),
+    ('```python3\nprint(1)\n```\n', 'print(1)\n'), ('```py\nprint(1)\n```  ', 'print(1)\n'),
+    ('1. First\n   ```python\n   for i in x:\n     print(i)\n   ```\n', 'for i in x:\n  print(i)\n'),
+    ('I see.\n```python\nprint("a ``` b")\n```\n', 'print("a ``` b")\n')])
 def test_a_program_is_read_whatever_its_fence(text, code):
+    "A fence is a line that is a fence alone."
     assert parse(CODE, text).call == {'name': 'python', 'code': code} and reaches(CODE, text)
+    assert CODE.stop == ('```\n', '```\r\n')
 
 
 @pytest.mark.parametrize('text', [

@@ -42,15 +42,6 @@ def test_a_box_without_words_is_no_answer():
     assert parse(CARL, r'\boxed{\text{ }}').error
 
 
-@pytest.mark.parametrize('text, code', [
-    ('```python3\nprint(1)\n```\n', 'print(1)\n'), ('```Python\nprint(1)\n```', 'print(1)\n'),
-    ('```py\nprint(1)\n```  ', 'print(1)\n'),
-    ('1. First\n   ```python\n   for i in x:\n     print(i)\n   ```\n', 'for i in x:\n  print(i)\n'),
-    ('I see.\n```python\nprint("a ``` b")\n```\n', 'print("a ``` b")\n')])
-def test_a_fence_is_a_line_that_is_a_fence_alone(text, code):
-    assert parse(CARL, text).call == {'name': 'python', 'code': code} and CARL.stop == ('```\n', '```\r\n')
-
-
 @pytest.mark.parametrize('text', ['```json\n{}\n```\n', '```python\nprint(1)```\n', 'so ```python\nprint(1)\n```\n',
                                   '```python\n```\n'])
 def test_what_is_no_program_is_an_error(text):

@@ -5,7 +5,6 @@ import json
 from dataclasses import replace
 
 import pytest
-import torch
 from hypothesis import given, settings, strategies as st
 
 from credit_rl import evaluate as evaluating
@@ -34,6 +33,7 @@ from credit_rl.turn_rewards import JUDGE_PROMPT
 from credit_rl.warmup import with_prompt
 from credit_rl.world import make_world
 from pieces import setup_of
+from random_models import small_qwen
 
 TOKENIZER = byte_tokenizer()
 TOOL = SearchTool(BM25([Passage('0', 'Casablanca', 'Casablanca is a film directed by Michael Curtiz.')]), 1, 50)
@@ -223,11 +223,7 @@ def test_in_segments_a_block_that_is_not_closed_is_answered_or_the_last():
 @pytest.fixture(scope='module')
 def chatter(base):
     "Function that plays a random model's greedy games, two questions, under some rules."
-    from transformers import Qwen2Config, Qwen2ForCausalLM
-    torch.manual_seed(0)
-    model = Qwen2ForCausalLM(Qwen2Config(
-        vocab_size=len(TOKENIZER), hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=1, max_position_embeddings=2048, initializer_range=.1)).eval()
+    model = small_qwen(len(TOKENIZER), max_position_embeddings=2048, initializer_range=.1)
     questions = [QUESTION, Question('r', 'And who was it?', ['x'])]
 
     def games(chat=None, length=2048, **rules):
@@ -373,7 +369,7 @@ def test_a_text_about_tools_stands_instead_of_the_templates_own(root, file):
     ('tips', 'tool_prompt', 'Write <tool_call>.', r'must hold \{tools\} or search'),
     ('tips', 'tool_prompt', '{tools}', r'must hold \{tag\} or <tool_call>'),
     ('tips', 'tool_prompt', '{tools} {tag} {schemas}', r'holds \{schemas\}'),
-    ('igpo', 'tool_prompt', '{tools} {tag}', 'give system_prompt or user_prompt'),
+    ('igpo', 'tool_prompt', '{tools} {tag}', 'user_prompt'),
     ('tips', 'system_prompt', ' \n', 'is empty')])
 def test_a_prompt_that_cannot_be_used_is_refused_by_name(protocol, key, text, wanted, file):
     with pytest.raises(ValueError, match=wanted) as e: reword(PROTOCOLS[protocol], **{key: file(text)})

@@ -5,7 +5,7 @@ import pytest
 
 from credit_rl.demonstrations import pages_shown
 from credit_rl.environment import Conversation, make_environment
-from credit_rl.evaluate import Evaluation, _observation_style
+from credit_rl.evaluate import _observation_style
 from credit_rl.parameters import from_settings
 from credit_rl.tspo import first_occurrence
 from credit_rl.protocol import byte_tokenizer
@@ -72,8 +72,8 @@ def test_all_of_an_observation_is_cut_where_that_is_set():
 def test_the_setting_reaches_the_tool_and_the_manifest():
     env = make_environment(byte_tokenizer(), Index(), Conversation(protocol='tips', observation={'format': 'json'}))
     assert env.tool.call([['w']])[0][0].startswith('{"result": "Doc 1 (Title: ')
-    assert _observation_style(Evaluation()) == {}                                       # as in manifests of before
-    assert _observation_style(Evaluation(observation={'format': 'json', 'tokens': 5})) == {
+    assert _observation_style(None, 'lines') == {}                                       # as in manifests of before
+    assert _observation_style(5, 'json') == {
         'observation_format': 'json', 'observation_tokens': 5}
     with pytest.raises(ValueError, match='lines'): Conversation(observation={'format': 'xml'})
     with pytest.raises(ValueError, match='programs'):

@@ -32,18 +32,18 @@ def test_long_chains(hops):
         assert reachable(w, q, [], hops, titles(w)) and not reachable(w, q, [], hops - 1, titles(w))
 
 
-@pytest.mark.parametrize('bad, match', [({'hops': (6,)}, 'hops must be some of 1 to 5'), ({'hops': (0,)}, 'hops'),
-                                        ({'hops': ()}, 'hops'), ({'two_pages': .5}, 'leave 1 out of hops'),
-                                        ({'hops': (2,), 'two_pages': 1.5}, 'two_pages is a share'),
-                                        ({'parts': [11]}, 'parts must be some of 2 to 10'), ({'parts': [1]}, 'parts'),
-                                        ({'parts': [3], 'two_pages': .5}, 'or two pages'),
-                                        ({'parts': [3], 'twins': True}, 'or a twin'),
+@pytest.mark.parametrize('bad, match', [({'hops': (6,)}, 'hops'), ({'hops': (0,)}, 'hops'),
+                                        ({'hops': ()}, 'hops'), ({'two_pages': .5}, 'leave'),
+                                        ({'hops': (2,), 'two_pages': 1.5}, 'share'),
+                                        ({'parts': [11]}, 'parts'), ({'parts': [1]}, 'parts'),
+                                        ({'parts': [3], 'two_pages': .5}, 'pages'),
+                                        ({'parts': [3], 'twins': True}, 'twin'),
                                         ({'twins': True, 'size': 50, 'hops': (4, )}, 'is left'),
                                         ({'twins': True, 'parametric': .5}, 'known besides'),
                                         ({'twins': True, 'easy': 2}, 'chains among'), ({'hopeless': 1}, 'hopeless'),
-                                        ({'hopeless': .9, 'parametric': 1.}, 'need a page'),
-                                        ({'nothing': .7, 'sibling': .4}, 'together at most 1'),
-                                        ({'sibling': -.1}, 'sibling'), ({'lost': 1.5}, 'lost is the chance')])
+                                        ({'hopeless': .9, 'parametric': 1.}, 'need'),
+                                        ({'nothing': .7, 'sibling': .4}, 'together'),
+                                        ({'sibling': -.1}, 'sibling'), ({'lost': 1.5}, 'chance')])
 def test_refusals(bad, match):
     with pytest.raises(ValueError, match=match): world_of(bad, 'dev', 0, 20)
 
@@ -66,5 +66,5 @@ def test_runs_of_other_seeds_may_meet_the_same_questions():
     for seed in (1, 2):
         config = make_config({'data': 'tiny', 'seed': seed, 'world': {'seed': 9}, 'model': 'data/tiny_base'})
         check(config)
-        asked[seed] = tiny_worlds(config, seed)
+        asked[seed] = tiny_worlds(config.world, config.sizes, seed)
     assert asked[1] == asked[2] and asked[1]['dev'].seed == 9

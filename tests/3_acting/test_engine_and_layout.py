@@ -23,6 +23,7 @@ from credit_rl.models import load_model
 from credit_rl.trajectory import Group, Question, Stop, Trajectory, Turn
 from credit_rl.turn_rewards import rule_turn_rewards
 from credit_rl.world import WORDS, make_world
+from random_models import small_qwen
 
 ATTENTION = ['eager', 'sdpa']
 SAMPLING = SamplingParams(max_tokens=24)
@@ -431,14 +432,7 @@ def test_micro_batches_and_ranks_add_up(groups, budget, ranks, average):
 
 # ---- traps ----
 
-def random_model(vocabulary, length=512, seed=0, **settings):
-    "A small Qwen2 with sharp random weights."
-    from transformers import Qwen2Config, Qwen2ForCausalLM
-    torch.manual_seed(seed)
-    config = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2,
-                  num_key_value_heads=1, initializer_range=.1)
-    return Qwen2ForCausalLM(
-        Qwen2Config(vocab_size=vocabulary, max_position_embeddings=length, **{**config, **settings})).eval()
+def sharp_model(vocabulary): return small_qwen(vocabulary, max_position_embeddings=512, initializer_range=.1)
 
 
 class Nothing:
@@ -464,7 +458,7 @@ def merging_tokenizer():
 
 def test_sampled_ids_are_kept_where_encoding_their_text_would_give_others():
     tokenizer = merging_tokenizer()
-    model = random_model(len(tokenizer), initializer_range=.02)
+    model = small_qwen(len(tokenizer), max_position_embeddings=512)
     env = Environment(Chat(PROTOCOLS['tiny'], tokenizer), SearchTool(Nothing(), k=1, max_tokens=9), max_turns=3,
                       max_tokens=400)
     groups = rollout(HFEngine(model, tokenizer), env, [Question('q', 'who?', ['x'])], 4, SamplingParams(max_tokens=40),
@@ -536,7 +530,7 @@ def test_an_observation_is_no_answer():
 def test_stop_strings_do_not_begin_in_the_prompt():
     "A prompt's last letters and the first that is sampled are no stop string."
     tokenizer = byte_tokenizer()
-    engine, prompt = HFEngine(random_model(len(tokenizer)), tokenizer), tokenizer('who').input_ids
+    engine, prompt = HFEngine(sharp_model(len(tokenizer)), tokenizer), tokenizer('who').input_ids
     (free,) = engine.generate([prompt], SamplingParams(max_tokens=6)).ids
     first = tokenizer.decode(free[:1])
     for stop in ('o' + first, 'who' + first):
@@ -550,7 +544,7 @@ def test_a_stop_string_may_take_more_tokens_than_letters(words):
     tokenizer = byte_tokenizer()
     prompt, *stop = tokenizer(f'a{words}b').input_ids
     assert len(stop[:-1]) > len(words)
-    model = random_model(len(tokenizer))
+    model = sharp_model(len(tokenizer))
     with torch.no_grad():
         for layer in model.model.layers:
             for part in (layer.self_attn.o_proj, layer.mlp.down_proj): part.weight.zero_()

@@ -15,6 +15,7 @@ from credit_rl.tiny import tiny_tokenizer
 from credit_rl.tools import PythonTool, SearchTool
 from credit_rl.trajectory import Group, Question, Result, Stop
 from credit_rl.world import WORDS as NAMES
+from random_models import small_qwen
 
 PAGES = [
     Passage('0', 'Casablanca', 'Casablanca is a film directed by Michael Curtiz.'),
@@ -291,13 +292,7 @@ class Eager(Chat):
 
 
 @pytest.fixture(scope='module')
-def model():
-    from transformers import Qwen2Config, Qwen2ForCausalLM
-    torch.manual_seed(0)
-    return Qwen2ForCausalLM(
-        Qwen2Config(vocab_size=len(TOKENIZER), hidden_size=64, intermediate_size=128, num_hidden_layers=2,
-                    num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=4096,
-                    initializer_range=.1)).eval()
+def model(): return small_qwen(len(TOKENIZER), max_position_embeddings=4096, initializer_range=.1)
 
 
 def eager_rollout(model, groups=2, seed=2, spy=None, **engine):

@@ -508,13 +508,13 @@ def test_the_context_is_the_models_own():
 
 
 @pytest.mark.parametrize('edit, message', [
-    (lambda r, s, a: (r, s, a[:2]), 'answers N lists'),
+    (lambda r, s, a: (r, s, a[:2]), 'lists'),
     (lambda r, s, a: (r, s[..., 0], a), r'\(N, S, 2\)'),
     (lambda r, s, a: (r, s.float(), a), 'integers'),
     (lambda r, s, a: ((r[0], r[1][:2]), s, a), r'lengths \(R,\)'),
-    (lambda r, s, a: (r, s + torch.tensor([0, 1]), a), 'state 2 of trajectory 0'),
-    (lambda r, s, a: (r, s + torch.tensor([9, 0]), a), 'not a token'),
-    (lambda r, s, a: (r, torch.where(s == 0, -1, s) * torch.tensor([0, 1]), a), 'not a token')],
+    (lambda r, s, a: (r, s + torch.tensor([0, 1]), a), 'trajectory 0'),
+    (lambda r, s, a: (r, s + torch.tensor([9, 0]), a), 'token'),
+    (lambda r, s, a: (r, torch.where(s == 0, -1, s) * torch.tensor([0, 1]), a), 'token')],
     ids=['answers', 'axes', 'float', 'lengths', 'beyond', 'row', 'before'])
 def test_what_does_not_fit_together_is_refused(qwen, edit, message):
     with pytest.raises(ValueError, match=message):

@@ -19,6 +19,7 @@ from credit_rl.parts import Credit, Loss, Needs
 from credit_rl.losses import (entropy, kl, overlong_penalty, policy_loss, policy_terms, sequence_log_ratio, value_loss,
                               weighted_sum)
 from credit_rl.trajectory import Group, example_group
+from random_models import small_qwen
 
 settings.register_profile('credit', deadline=None, max_examples=40)
 settings.load_profile('credit')
@@ -361,8 +362,8 @@ def test_bad_input_is_refused():
     for change, what in ((dict(logp=logp.exp()), 'probabilities'), (dict(old_logp=old.exp()), 'probabilities'),
                          (dict(logp=logp * NAN), 'finite'), (dict(advantages=a * NAN), 'missing trajectory'),
                          (dict(weights=-w), '>= 0'), (dict(weights=torch.where(mask, math.inf, 0.0)),
-                                                      '>= 0'), (dict(advantages=a[:, 0]), 'one per token'),
-                         (dict(advantages=a[:, :1]), 'one per token'), (dict(weights=w[:, :1]), 'mask'),
+                                                      '>= 0'), (dict(advantages=a[:, 0]), 'token'),
+                         (dict(advantages=a[:, :1]), 'token'), (dict(weights=w[:, :1]), 'mask'),
                          (dict(kind='grpo'), 'kind'), (dict(dual_clip=0.9),
                                                        'dual_clip'), (dict(dual_clip=3.0, kind='cispo'), 'dual_clip'),
                          (dict(clip_low=1.2), 'clip_low'), (dict(kind='gspo',
@@ -449,11 +450,7 @@ class Recorder(PlainBackend):
 
 
 def small_model(seed=0):
-    from transformers import Qwen2Config, Qwen2ForCausalLM
-    torch.manual_seed(seed)
-    return Qwen2ForCausalLM(
-        Qwen2Config(vocab_size=100, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
-                    num_key_value_heads=1, initializer_range=0.1))
+    return small_qwen(100, seed, hidden_size=32, intermediate_size=48, initializer_range=.1)
 
 
 @pytest.fixture(scope='module')

@@ -102,14 +102,13 @@ TIER = torch.tensor([1 + i % 2 for i in range(60)])
     'per_tier, drawn', [(5, (5, 5)), ((9, 4), (9, 4)), ([4, 9], (4, 9)), (100, (30, 30)), ((100, 3), (30, 3))]
 )
 def test_so_many_questions_of_each_tier(per_tier, drawn):
-    how = CollectionPlan(per_tier=per_tier, clusters=2)
-    chosen = choose_questions(QUESTIONS, TIER, how)
+    wanted = CollectionPlan(per_tier=per_tier).wanted
+    chosen = choose_questions(QUESTIONS, TIER, wanted, clusters=2)
     assert len(set(chosen)) == len(chosen) and tuple((TIER[chosen] == t).sum().item() for t in (1, 2)) == drawn
     for t, n in zip((1, 2), drawn):  # a third of the questions are sums; half of those drawn, until there are no more
         sums = sum(QUESTIONS[i].text.startswith('what') for i in chosen if TIER[i] == t)
         assert abs(sums - min(n / 2, 10)) <= .5
-    random = CollectionPlan(collected='random', per_tier=per_tier)
-    assert len(choose_questions(QUESTIONS, TIER, random)) == min(60, sum(how.wanted))
+    assert len(choose_questions(QUESTIONS, TIER, wanted, None)) == min(60, sum(wanted))
 
 
 @pytest.mark.parametrize('per_tier', [0, (3,), (3, 0), (1, 2, 3), 2.5, '8', None])
@@ -182,7 +181,7 @@ def test_sources_have_clusters_of_their_own():
     tier = torch.tensor([1] * 30 + [2] * 15 + [1] * 15)
     of = lambda clusters, n: [
         questions[i]
-        for i in choose_questions(questions, tier, CollectionPlan(per_tier=(n, 1), clusters=clusters))
+        for i in choose_questions(questions, tier, (n, 1), clusters)
         if tier[i] == 1
     ]
     assert sorted(q.source for q in of({'a': 1, 'b': 1}, 20)) == ['a'] * 10 + ['b'] * 10

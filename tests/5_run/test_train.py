@@ -14,7 +14,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -30,7 +29,7 @@ from credit_rl.layout import pack
 from credit_rl.learner import BadStep, Learner, saved_policy
 from credit_rl.methods import extra_passes, get_method
 from credit_rl.models import load_model
-from credit_rl.parts import Batch, Credit, Measured
+from credit_rl.parts import Batch, Credit, Loss, Measured
 from credit_rl.search_service import SearchServer
 from credit_rl.readers import Passage
 from credit_rl.runlog import (Journal, RunLog, latest_checkpoint, named_checkpoint, read_metrics, read_params, saving,
@@ -41,13 +40,10 @@ from credit_rl.train import begin_run, main, train
 from credit_rl.trajectory import Group, Question, example_group, trajectory_from_json
 from credit_rl.view import show_rollout
 from credit_rl.warmup import WarmupRollouts
+from made_runs import BASE, SHORT
 
 ROOT = Path(__file__).resolve().parents[2]
-BASE = str(ROOT / 'data' / 'tiny_base')
-# a run of two seconds with checkpoints in it; the KL term makes it update at every step, so that a state that is not
-# restored shows
-SHORT = dict(model=BASE, steps=4, eval_every=2, questions_per_step=4, group_size=4, questions=50, dev_questions=8,
-             test_questions=8, max_turns=3, turn_tokens=12, kl=.01, world={'size': 200}, threads=1)
+SHORT = {**SHORT, 'steps': 4}
 
 
 def command(settings):
@@ -103,16 +99,10 @@ def test_after_three_steps_a_run_says_what_was_foretold(tmp_path, monkeypatch):
 
 # ---- the same again ----
 
-@pytest.fixture(scope='module')
-def whole(tmp_path_factory):
-    "A run by the command line that nobody interrupted, and the seconds it took; its lines lie beside it."
-    folder = tmp_path_factory.mktemp('runs') / 'whole'
-    since = time.monotonic()
-    done = subprocess.run(command({**SHORT, 'run': str(folder)}), cwd=ROOT, env=on_a_cpu(), stdin=subprocess.DEVNULL,
-                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    assert done.returncode == 0, done.stdout
-    (folder / 'lines').write_text(done.stdout)
-    return folder, time.monotonic() - since
+@pytest.fixture
+def whole(finished):
+    "A run that nobody interrupted; its lines lie beside it."
+    return finished(steps=4)
 
 
 def results(folder):
@@ -137,8 +127,7 @@ def assert_same(a, b):
 
 @pytest.mark.long
 def test_a_run_tells_how_it_goes(whole):
-    folder, _ = whole
-    lines = (folder / 'lines').read_text().splitlines()
+    folder, lines = whole, (whole.parent / 'lines').read_text().splitlines()
     for said in ('ceiling', 'base: EM', 'step 1/4', 'step 4/4', 'final: EM'):
         assert any(said in line for line in lines), said
     table = read_metrics(folder)
@@ -160,15 +149,19 @@ def test_a_run_tells_how_it_goes(whole):
 def test_the_same_settings_give_the_same_run(whole, tmp_path):
     "Another process, in another folder: the same metrics and the same rollouts."
     assert sit({**SHORT, 'run': str(tmp_path / 'again')}) == 0
-    assert_same(whole[0], tmp_path / 'again')
+    assert_same(whole, tmp_path / 'again')
+
+
+@pytest.fixture
+def alone(finished):
+    "A function of a method to the folder of a run with one attempt a question."
+    return lambda method: finished(method=method, group_size=1, steps=2)
 
 
 @pytest.mark.parametrize('method', ['ppo', 'tips'])
-def test_one_attempt_per_question(tmp_path, method):
+def test_one_attempt_per_question(alone, method):
     "As PPO's papers have it: nothing that compares within a group is needed, and of groups nothing is logged."
-    run = train({**SHORT, 'method': method, 'group_size': 1, 'steps': 2, 'run': str(tmp_path / 'run')},
-                say=lambda line: None)
-    table = read_metrics(run)
+    table = read_metrics(run := alone(method))
     assert table.step.tolist() == [0, 1, 2] and table.reward[1:].notna().all() and table.grad_norm[1:].gt(0).all()
     assert table.trajectories[1:].tolist() == [4, 4] and table[[
         'groups_all_right', 'groups_mixed', 'groups_all_wrong'
@@ -262,7 +255,7 @@ def test_a_killed_run_ends_as_if_it_had_not_been(whole, tmp_path, death):
     assert sit(settings, death=death) == -signal.SIGKILL
     assert not (tmp_path / 'killed' / 'summary.json').exists()
     assert sit({**settings, 'resume': True}) == 0
-    assert_same(whole[0], tmp_path / 'killed')
+    assert_same(whole, tmp_path / 'killed')
 
 
 @pytest.mark.long
@@ -278,7 +271,7 @@ def test_the_command_is_killed_and_resumed(whole, tmp_path):
     assert run.returncode == -signal.SIGKILL
     assert latest_checkpoint(tmp_path / 'killed')[0] == 2 and not (tmp_path / 'killed' / 'summary.json').exists()
     assert sit({**settings, 'resume': True}) == 0
-    assert_same(whole[0], tmp_path / 'killed')
+    assert_same(whole, tmp_path / 'killed')
 
 
 @pytest.mark.skipif(not hasattr(resource, 'prlimit'), reason='limits of another process are set on Linux alone')
@@ -303,7 +296,7 @@ def test_a_disk_that_takes_no_more_ends_a_run_in_a_line(whole, tmp_path):
         assert words in message, said
     assert kept < 4 and not [p for p in (tmp_path / 'run' / 'checkpoints').iterdir() if p.name.endswith('part')]
     assert sit({**settings, 'resume': True}) == 0
-    assert_same(whole[0], tmp_path / 'run')
+    assert_same(whole, tmp_path / 'run')
 
 
 def test_another_failure_while_a_checkpoint_is_written_is_no_matter_of_the_disk(tmp_path):
@@ -342,7 +335,7 @@ def idle(monkeypatch):
 
 @pytest.mark.long
 def test_a_finished_run_is_only_shown_again(whole, idle, tmp_path):
-    folder = shutil.copytree(whole[0], tmp_path / 'copy', symlinks=True)
+    folder = shutil.copytree(whole, tmp_path / 'copy', symlinks=True)
     before = {p: p.read_bytes() for p in folder.rglob('*') if p.is_file()}
     assert train({**SHORT, 'run': str(folder), 'resume': True}) == folder
     assert {p: p.read_bytes() for p in folder.rglob('*') if p.is_file()} == before
@@ -350,7 +343,7 @@ def test_a_finished_run_is_only_shown_again(whole, idle, tmp_path):
 
 @pytest.mark.long
 def test_a_finished_run_is_not_shown_as_another(whole, idle, tmp_path):
-    folder = shutil.copytree(whole[0], tmp_path / 'copy', symlinks=True)
+    folder = shutil.copytree(whole, tmp_path / 'copy', symlinks=True)
     with pytest.raises(ValueError, match="'tspo'"):
         train({**SHORT, 'run': str(folder), 'resume': True, 'method': 'grpo'})
     params = yaml.safe_load((folder / 'params.yaml').read_text())
@@ -365,7 +358,7 @@ def test_more_steps_go_on_from_where_a_run_ended(whole, tmp_path):
     settings = {**SHORT, 'run': str(tmp_path / 'longer')}
     assert sit({**settings, 'steps': 2}) == 0
     assert sit({**settings, 'resume': True}) == 0
-    assert_same(whole[0], tmp_path / 'longer')
+    assert_same(whole, tmp_path / 'longer')
 
 
 # ---- bad input ----
@@ -399,38 +392,35 @@ def bad(tmp_path):
 
 
 REFUSED = {
-    'unknown method': (dict(method='tsop'), "no method 'tsop'; did you mean 'tspo'"),
-    'unknown parameter': (dict(metod='grpo'), "no setting 'metod'; did you mean 'method'"),
-    'unknown option of the method': (dict(options={'alhpa': 1.0}), "no option 'alhpa'; did you mean 'alpha'"),
-    'wrong kind of value': (dict(steps='many'), "steps must be a int, got 'many'"),
-    'model folder without tokenizer': (dict(model='no_tokenizer'), 'has no tokenizer: save one into it'),
-    'model folder without model': (dict(model='empty_corpus'), 'has no config.json'),
-    'model folder without weights': (dict(model='no_weights'), r'has no weights: wanted \*.safetensors'),
-    'nobody at the search server': (
-        dict(data='hotpotqa', path='empty_corpus', corpus='http://127.0.0.1:9'),
-        'a query was tried: http://127.0.0.1:9/retrieve cannot be reached',
-    ),
-    'no model folder': (dict(model='./nowhere'), 'neither a folder here nor a name'),
-    'empty corpus': (dict(data='hotpotqa', path='empty_corpus'), 'has no rows'),
-    'no questions': (dict(data='hotpotqa', path='no_questions'), 'has no hotpotqa questions'),
-    'too few questions': (dict(data='hotpotqa', path='one.json'), 'each part needs one at least'),
-    'no such path': (dict(data='hotpotqa', path='nowhere'), "path 'nowhere' does not exist"),
-    'unknown data set': (dict(data='hotpotqua'), "no data set 'hotpotqua'; did you mean 'hotpotqa'"),
-    'real data, tiny model': (dict(data='hotpotqa', path='one.json', model='tiny'), 'needs a model folder'),
-    'one attempt and a group norm': (dict(group_size=1), 'group_size must be at least 2, got 1'),
-    'no turns': (dict(max_turns=0), 'max_turns must be at least 1, got 0'),
-    'no steps to speak of': (dict(steps=-1), 'steps must be at least 0, got -1'),
-    'no mini-batch': (dict(minibatches=0), 'minibatches must be at least 1, got 0'),
-    'cut-off sampling': (dict(top_p=0.9), 'top_p is 1 in every run'),
-    'frozen sampling': (dict(temperature=0.0), 'temperature must be above 0'),
-    'unknown average': (dict(average='mean'), "average must be one of token-mean, .*, got 'mean'"),
-    'unknown measurement': (dict(measure=['beliefs']), r"measure takes belief and entropy, got \['beliefs'\]"),
-    'unknown world': (dict(world={'sise': 200}), "world takes size, .*, got 'sise'"),
-    'impossible world': (dict(world={'size': 3}), 'size must be at least 50'),
-    'run folder below a file': (dict(run='below a file'), 'is a file; a run needs a folder'),
-    'run folder is a file': (dict(run='file'), 'is a file; a run needs a folder'),
-    'run folder holds a run': (dict(run='begun'), r'already holds a run \(params.yaml\): pass resume=True'),
-    'another run to resume': (dict(run='begun', resume=True), 'was begun with other parameters'),
+    'unknown method': (dict(method='tsop'), 'tspo'),
+    'unknown parameter': (dict(metod='grpo'), 'method'),
+    'unknown option of the method': (dict(options={'alhpa': 1.0}), 'alpha'),
+    'wrong kind of value': (dict(steps='many'), 'many'),
+    'model folder without tokenizer': (dict(model='no_tokenizer'), 'tokenizer'),
+    'model folder without model': (dict(model='empty_corpus'), 'config.json'),
+    'model folder without weights': (dict(model='no_weights'), 'weights'),
+    'nobody at the search server': (dict(data='hotpotqa', path='empty_corpus', corpus='http://127.0.0.1:9'), 'reached'),
+    'no model folder': (dict(model='./nowhere'), 'nowhere'),
+    'empty corpus': (dict(data='hotpotqa', path='empty_corpus'), 'rows'),
+    'no questions': (dict(data='hotpotqa', path='no_questions'), 'questions'),
+    'too few questions': (dict(data='hotpotqa', path='one.json'), 'least'),
+    'no such path': (dict(data='hotpotqa', path='nowhere'), 'nowhere'),
+    'unknown data set': (dict(data='hotpotqua'), "'hotpotqa'"),
+    'real data, tiny model': (dict(data='hotpotqa', path='one.json', model='tiny'), 'folder'),
+    'one attempt and a group norm': (dict(group_size=1), 'group_size'),
+    'no turns': (dict(max_turns=0), 'max_turns'),
+    'no steps to speak of': (dict(steps=-1), 'steps'),
+    'no mini-batch': (dict(minibatches=0), 'minibatches'),
+    'cut-off sampling': (dict(top_p=0.9), 'top_p'),
+    'frozen sampling': (dict(temperature=0.0), 'temperature'),
+    'unknown average': (dict(average='mean'), 'average'),
+    'unknown measurement': (dict(measure=['beliefs']), 'measure'),
+    'unknown world': (dict(world={'sise': 200}), 'sise'),
+    'impossible world': (dict(world={'size': 3}), 'size'),
+    'run folder below a file': (dict(run='below a file'), 'is a file'),
+    'run folder is a file': (dict(run='file'), 'is a file'),
+    'run folder holds a run': (dict(run='begun'), 'resume=True'),
+    'another run to resume': (dict(run='begun', resume=True), 'other'),
 }
 
 
@@ -448,18 +438,10 @@ def test_bad_input_is_refused_before_any_compute(idle, bad, tmp_path, name):
     assert not (tmp_path / 'run' / 'params.yaml').exists()
 
 
-@pytest.mark.parametrize(
-    'arguments, message',
-    [
-        (['metod=grpo'], "no setting 'metod'; did you mean 'method'"),
-        (['method=gpro'], "no method 'gpro'; did you mean 'igpo'"),
-        (['--params', 'nowhere.yaml'], 'nowhere.yaml'),
-        (['--params', 'params.yaml', 'metod=grpo'], 'did you mean'),
-        (['learning_rate=fast'], 'learning_rate must be a float'),
-        (['--params', 'list.yaml'], 'wanted lines such as'),
-        (['steps=[1'], 'parsing a flow sequence'),
-    ],
-)
+@pytest.mark.parametrize('arguments, message', [
+    (['metod=grpo'], "'method'"), (['method=gpro'], "'igpo'"), (['--params', 'nowhere.yaml'], 'nowhere.yaml'),
+    (['--params', 'params.yaml', 'metod=grpo'], "'method'"), (['learning_rate=fast'], 'learning_rate'),
+    (['--params', 'list.yaml'], 'lines'), (['steps=[1'], 'parsing')])
 def test_the_command_line_tells_mistakes_in_a_line(idle, tmp_path, monkeypatch, arguments, message):
     (tmp_path / 'params.yaml').write_text(yaml.safe_dump({'steps': 3}))
     (tmp_path / 'list.yaml').write_text('- steps')
@@ -549,7 +531,8 @@ def test_a_dry_run_says_where_there_is_no_gpu(tmp_path, gpus):
 
 def lacking(config, needs):
     "What this host lacks for a run: list of str."
-    return dry_run.missing_room(Path(config.run), config.checkpoints.keep, config, needs)
+    vllm = config.vllm if config.engine == 'vllm' else None
+    return dry_run.missing_room(Path(config.run), config.checkpoints.keep, config.here, needs, vllm)
 
 
 def test_a_dry_run_weighs_gpus_and_memory(tmp_path, gpus, monkeypatch):
@@ -653,7 +636,7 @@ def test_vllm_sleeps_while_the_learner_is_made(monkeypatch, tmp_path):
         def __getattr__(self, name): return lambda *given: told.append(name)
     monkeypatch.setattr(staging, 'make_engine', lambda *given: told.append('made') or Engine())
     monkeypatch.setattr(training, 'make_learner',
-                        lambda *given: told.append('learner') or SimpleNamespace(loss=None))
+                        lambda *given: told.append('learner') or SimpleNamespace(loss=Loss()))
     monkeypatch.setattr(training, 'hand_over', lambda *given: told.append('weights'))
     config = training.make_config({**SHORT, 'track': '', 'engine': 'vllm', 'run': str(tmp_path / 'run')})
     monkeypatch.setattr(training, 'RunLog', lambda *given: training.SilentLog(config.run))
@@ -799,10 +782,16 @@ BELIEF = {'belief_auc', 'belief_shown', 'belief_unshown', 'belief_shown_states',
 MEASURED = {'belief': {'gold_entropy_start', 'gold_entropy_end', *BELIEF}, 'entropy': {'entropy'}}
 
 
-def quiet(folder, **settings):
-    "The folder of a run, and its kept training rollouts of step 1."
-    run = train({**ALL, **settings, 'run': str(folder)}, say=lambda line: None)
-    return run, [row for row in read_turns(run, 1) if row['kind'] == 'train']
+def first_rows(run):
+    "The kept training rollouts of step 1."
+    return [row for row in read_turns(run, 1) if row['kind'] == 'train']
+
+
+@pytest.fixture
+def quiet(finished):
+    "A function of settings to the folder of a run, and its kept training rollouts of step 1."
+    def play(**settings): return (run := finished(**{**ALL, **settings})), first_rows(run)
+    return play
 
 
 def played(rows):
@@ -812,10 +801,9 @@ def played(rows):
 
 @pytest.mark.parametrize('method, more', [('grpo', {}), ('grpo', {'recompute': True}), ('igpo', {'recompute': True}),
                                           ('tips', {}), ('ppo', {'critic': 'shared'})])
-def test_what_is_measured_changes_no_update(tmp_path, method, more):
+def test_what_is_measured_changes_no_update(quiet, method, more):
     "The same weights after two steps and the same metrics, with and without; what was asked for is there besides."
-    runs = [quiet(tmp_path / str(len(measure)), method=method, measure=measure, **more)[0]
-            for measure in ([], ['belief', 'entropy'])]
+    runs = [quiet(method=method, **asked, **more)[0] for asked in ({}, {'measure': ['belief', 'entropy']})]
     without, with_all = (saved_policy(latest_checkpoint(run)[1]) for run in runs)
     assert max((without[name] - with_all[name]).abs().max() for name in without) < 1e-6
     timeless = lambda row: row[[name for name in row.index if not name.startswith('seconds')]]
@@ -854,17 +842,16 @@ def test_accepted_answers_that_are_not_scored_are_counted(tmp_path, monkeypatch,
     monkeypatch.setattr(training, 'play_step', with_answers)
     for step, many in ((1, True), (2, False)):
         metrics = training.train_step(run, step)
-        assert metrics.get('golds_left_out') == (3 * run.config.questions_per_step if many else None)
+        assert metrics.get('golds_left_out') == (3 * run.actor.questions_per_step if many else None)
 
 
-def test_grpo_measures_the_gold_as_igpo_does(tmp_path):
+def test_grpo_measures_the_gold_as_igpo_does(quiet):
     """From the same base both play the same rollouts at step 1, and find the gold as probable: GRPO, which is paid by
     nobody for it, writes it down as IGPO does."""
-    asked, _ = quiet(tmp_path / 'grpo', method='grpo', measure=['belief'])
-    own, _ = quiet(tmp_path / 'igpo', method='igpo')
+    (asked, _), (own, _) = quiet(method='grpo', measure=['belief', 'entropy']), quiet(method='igpo')
     for name in MEASURED['belief']:
         assert read_metrics(asked)[name][1] == pytest.approx(read_metrics(own)[name][1], abs=1e-5)
-    rows = [[row['belief'] for row in read_turns(run, 1) if row['kind'] == 'train'] for run in (asked, own)]
+    rows = [[row['belief'] for row in first_rows(run)] for run in (asked, own)]
     for one, other in zip(*rows, strict=True):
         assert one == pytest.approx(other, abs=1e-6, nan_ok=True)
     logs = torch.tensor([[row[0], row[-2]] for row in rows[0]]).log().mean(0)
@@ -909,23 +896,23 @@ def test_a_dry_run_tells_of_words_that_the_model_does_not_know(tmp_path, monkeyp
     assert sum('has no words for' in line and 'gold_schema' in line for line in lines) == told
 
 
-def test_surprisal_is_of_the_samples_and_entropy_of_the_distributions(tmp_path):
+def test_surprisal_is_of_the_samples_and_entropy_of_the_distributions(quiet):
     """Surprisal is the mean -log-probability of what was sampled. A loss with an entropy term logs the entropy itself,
     and before the first update it is what measuring it says."""
-    run, rows = quiet(tmp_path / 'asked', method='grpo', measure=['entropy'])
+    run, rows = quiet(method='grpo', measure=['belief', 'entropy'])
     logps = [p for t in played(rows) for turn in t.turns for p in turn.action_logps]
     table = read_metrics(run)
     assert table.surprisal[1] == pytest.approx(-sum(logps) / len(logps), rel=1e-5)
-    bonus, _ = quiet(tmp_path / 'bonus', method='grpo', loss={'entropy': .01}, minibatches=1, measure=['entropy'])
+    bonus, _ = quiet(method='grpo', loss={'entropy': .01}, minibatches=1, measure=['entropy'])
     assert read_metrics(bonus).entropy[1] == pytest.approx(table.entropy[1], rel=1e-4)
     assert read_metrics(bonus).entropy[1] != pytest.approx(table.surprisal[1], rel=1e-3)
-    assert 'entropy' not in read_metrics(quiet(tmp_path / 'plain', method='grpo')[0])
+    assert 'entropy' not in read_metrics(quiet(method='grpo')[0])
 
 
-def test_kept_rollouts_tell_of_their_turns_and_states(tmp_path):
+def test_kept_rollouts_tell_of_their_turns_and_states(quiet):
     """Turn rewards, values, beliefs and potentials stand beside the advantages. By TIPS a turn earns α times the step
     of Φ, and what is left at the end; a missing state is null in the file and NaN when it is read."""
-    run, rows = quiet(tmp_path / 'tips', method='tips', options={'alpha': .5}, measure=['belief'])
+    run, rows = quiet(method='tips', options={'alpha': .5}, measure=['belief'])
     for row in rows:
         turns, phi = len(row['trajectory']['turns']), row['potential']
         assert [len(row[k]) for k in ('advantages', 'turn_rewards', 'values')] == [turns] * 3
@@ -945,7 +932,7 @@ def test_kept_rollouts_tell_of_their_turns_and_states(tmp_path):
     assert show_rollout(played(rows)[0], rows[0]['advantages'], measured=rows[0]).html.count('reward ') >= len(
         rows[0]['turn_rewards'])
     assert (read_metrics(run)[['seconds_teacher', 'seconds_evaluate']][1:] > 0).all(axis=None)
-    other, rows = quiet(tmp_path / 'grpo', method='grpo')
+    other, rows = quiet(method='grpo')
     assert 'seconds_teacher' not in read_metrics(other)
     assert all('belief' not in row and 'values' not in row and not any(row['turn_rewards']) for row in rows)
     assert not any('token_advantages' in row for row in rows)   # by GRPO a turn's tokens have one
@@ -973,9 +960,9 @@ def test_a_kept_potential_is_the_one_that_is_paid():
 
 # of each kind of rule: groups, turns, critics of tokens and of turns
 @pytest.mark.parametrize('method', ['tspo', 'vspo', 'ppo', 'turn-ppo'])                # one of each kind of rule
-def test_tokens_with_credit_of_every_step(tmp_path, method):
+def test_tokens_with_credit_of_every_step(quiet, method):
     "Those of the turns whose advantage is not 0, once in each of two epochs; nothing is counted before the first step."
-    run, rows = quiet(tmp_path / 'run', method=method, epochs=2, questions_per_step=4)
+    run, rows = quiet(method=method, epochs=2)
     table = read_metrics(run).set_index('step')
     expected = 2 * sum(len(turn.action_ids) for t, row in zip(played(rows), rows)
                        for turn, a in zip(t.turns, row['advantages']) if a)
@@ -991,8 +978,8 @@ def by_hand(rows):
     return list(zip(right, shown))
 
 
-def test_outcome_and_process_of_every_step(tmp_path):
-    run, rows = quiet(tmp_path / 'run', method='grpo', questions_per_step=6)
+def test_outcome_and_process_of_every_step(quiet, alone):
+    run, rows = quiet(method='grpo', questions_per_step=6)
     table, kinds = read_metrics(run).set_index('step'), by_hand(rows)
     assert len({*kinds}) > 2, 'the seed shows too little'
     names = {(True, True): 'o+p+', (True, False): 'o+p-', (False, True): 'o-p+', (False, False): 'o-p-'}
@@ -1008,11 +995,10 @@ def test_outcome_and_process_of_every_step(tmp_path):
             context += turn.action_ids + turn.observation_ids
     later = [s for s in starts if s[2]]
     assert table.anchor_share[1] == pytest.approx(sum(starts.count(s) > 1 for s in later) / len(later))
-    alone, _ = quiet(tmp_path / 'alone', method='ppo', group_size=1)
-    assert read_metrics(alone).anchor_share.isna().all() and read_metrics(alone)['o-p-'][1] >= 0
+    assert read_metrics(alone('ppo')).anchor_share.isna().all() and read_metrics(alone('ppo'))['o-p-'][1] >= 0
 
 
-def test_tool_rate_by_tier_where_tiers_are_known(tmp_path, monkeypatch):
+def test_tool_rate_by_tier_where_tiers_are_known(tmp_path, monkeypatch, quiet):
     "From a warm-up's rollouts, or a question's own meta; without tiers nothing is logged."
     group = example_group()
     one = WarmupRollouts([group.question], torch.tensor([2]), [Group(group.question, group.trajectories[:1])],
@@ -1024,13 +1010,13 @@ def test_tool_rate_by_tier_where_tiers_are_known(tmp_path, monkeypatch):
     assert step_metrics.tier_rates([group], tiers) == {'tool_rate_tier_2': 1.}
     assert step_metrics.tier_rates([group], {}) == {}
 
-    none, rows = quiet(tmp_path / 'none', method='grpo')
+    none, rows = quiet(method='grpo')
     assert not [name for name in read_metrics(none) if 'tier' in name]
     ids = [*dict.fromkeys(('tiny', t.question.id) for t in played(rows))]
     tiers = {key: 1 + i % 2 for i, key in enumerate(ids)}
     monkeypatch.setattr(training, 'known_tiers', lambda folder, part='train': tiers)
-    run, again = quiet(tmp_path / 'run', method='grpo')
-    assert again == rows and len(ids) > 1
+    run = train({**ALL, 'method': 'grpo', 'run': str(tmp_path / 'run')}, say=lambda line: None)
+    assert first_rows(run) == rows and len(ids) > 1
     for tier in (1, 2):
         called = [any(turn.call is not None for turn in t.turns) for t in played(rows)
                   if tiers['tiny', t.question.id] == tier]
@@ -1040,9 +1026,10 @@ def test_tool_rate_by_tier_where_tiers_are_known(tmp_path, monkeypatch):
 def test_a_world_that_says_what_is_taught_sorts_its_questions_for_every_rule(tmp_path, monkeypatch):
     "Before what a warm-up found, so that rules with one and without are compared on the same questions."
     monkeypatch.setattr(training, 'known_tiers', lambda *_: {('tiny', f'train-0-{i}'): 1 for i in range(99)})
-    run, rows = quiet(tmp_path, method='grpo', world={'size': 200, 'parametric': .5}, questions_per_step=6)
+    run = train({**ALL, 'method': 'grpo', 'world': {'size': 200, 'parametric': .5}, 'questions_per_step': 6,
+                 'run': str(tmp_path)}, say=lambda line: None)
     for tier in (1, 2):
-        called = [any(turn.call is not None for turn in t.turns) for t in played(rows)
+        called = [any(turn.call is not None for turn in t.turns) for t in played(first_rows(run))
                   if t.question.meta['parametric'] == (tier == 2)]
         assert called and read_metrics(run)[f'tool_rate_tier_{tier}'][1] == pytest.approx(sum(called) / len(called))
     assert step_metrics.taught_tiers([example_group().question]) == {}
@@ -1064,8 +1051,8 @@ def test_a_teachers_period_counts_steps_that_teach_nothing(tmp_path, monkeypatch
 @pytest.mark.long
 def test_a_checkpoint_that_was_cut_says_how_to_go_on(whole, tmp_path, name):
     "It is named, and that removing it helps."
-    run = Path(shutil.copytree(whole[0], tmp_path / 'run', symlinks=True))
-    (run / 'params.yaml').write_text((run / 'params.yaml').read_text().replace(str(whole[0]), str(run)))
+    run = Path(shutil.copytree(whole, tmp_path / 'run', symlinks=True))
+    (run / 'params.yaml').write_text((run / 'params.yaml').read_text().replace(str(whole), str(run)))
     (run / 'summary.json').unlink()
     last = latest_checkpoint(run)[1]
     os.truncate(last / name, (last / name).stat().st_size - 3)

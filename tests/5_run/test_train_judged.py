@@ -9,18 +9,13 @@ import pytest
 from credit_rl import judge as judges, train as training
 from credit_rl.runlog import read_metrics, read_summary
 from credit_rl.train import train
-from judge_server import Stub
+from judge_server import Stub, no_proxy  # noqa: F401
 
 BASE = dict(method='outcome+judge/calls', questions_per_step=6, group_size=3, questions=40, dev_questions=1,
             test_questions=1, max_turns=2, turn_tokens=12, world={'size': 100}, threads=1, eval_every=9, track='',
             steps=6)
 NAMES = ['judge_calls', 'judge_failures', 'judge_unparsable']
 COLUMNS = [*NAMES, 'updates', 'zero_advantage', 'turn_reward']
-
-
-@pytest.fixture(autouse=True)
-def no_proxy(monkeypatch):
-    monkeypatch.setenv('NO_PROXY', '*')
 
 
 def grades(prompt):

@@ -30,7 +30,7 @@ def test_other_data_refuse_what_they_do_not_read(given, said):
 def test_an_own_model_in_the_tiny_world_is_refused_before_the_ceiling_is_played():
     "A TypeError of the scripted player's."
     s = make_config({'test_questions': 2, 'dev_questions': 1, 'questions': 1, 'world': {'size': 60}})
-    worlds = staging.tiny_worlds(s, 0)
+    worlds = staging.tiny_worlds(s.world, s.sizes, 0)
     assert staging._tiny_environments(s, worlds, tiny_tokenizer())
     with pytest.raises(ValueError, match="model='tiny'.*data=NAME"):
         staging._tiny_environments(s, worlds, byte_tokenizer())

@@ -39,19 +39,23 @@ MARKED = {
     'Gemma': ('<end_of_turn>\n<start_of_turn>user\n', '<end_of_turn>\n<start_of_turn>model\n', '<end_of_turn>\n<eos>'),
     'wide bars': ('<｜end▁of▁sentence｜><｜User｜>', '<｜Assistant｜>', '<｜end▁of▁sentence｜>'),
     'an environment': ('<|im_end|>\n<|im_start|>environment\n', '<|im_end|>\n<|im_start|>assistant\n', '<|im_end|>'),
-    'roles alone': ('\nuser\n', '\nassistant\n', ''), 'nothing': ('\n', '\n\n', '')}
+    'roles alone': ('\nuser\n', '\nassistant\n', ''), 'blanks': ('\n', '\n\n', ''), 'nothing': ('', '', '')}
 
 
 @pytest.mark.parametrize('marks', MARKED)
 @pytest.mark.parametrize('apart', [True, False])
-def test_adjacent_results_are_one_turns_whatever_the_template_left_between(marks, apart):
+@pytest.mark.parametrize('protocol, call, block', [
+    ('tspo', CALL % 'a', 'tool_response'), ('search-r1', '<search>a</search>', 'information')])
+def test_adjacent_results_are_one_turns_whatever_the_template_left_between(marks, apart, protocol, call, block):
     "Two results in a message, or in a message each: one turn, none invented, none without its call."
     before, after, end = MARKED[marks]
-    text = CALL % 'a' + before + SEEN + (before if apart else '\n') + SEEN + after + DONE + end
-    t, _ = only({'input': 'Q?', 'output': text})
+    seen = f'<{block}>\np\n</{block}>'
+    text = call + before + seen + (before if apart else '\n') + seen + after + DONE + end
+    t, _ = only({'input': 'Q?', 'output': text}, protocol)
     assert [(turn.kind, turn.result, turn.observation_text) for turn in t.turns] == [
         ('tool', Result.OK, 'p\np'), ('answer', Result.NONE, '')]
-    assert [turn.action_text for turn in t.turns] == [CALL % 'a', DONE] and t.answer == 'x'
+    assert [turn.action_text for turn in t.turns] == [call, DONE] and t.answer == 'x'
+    assert len(only({'input': 'Q?', 'output': f'<{block}>given</{block}>{text}'}, protocol)[0].turns) == 2
 
 
 def test_what_a_model_wrote_between_marks_is_kept():
@@ -66,28 +70,38 @@ def test_a_rollout_that_says_nothing_is_one_turn_without_an_answer(text):
 
 
 FUNCTION = {'name': 'search', 'arguments': '{"query_list": ["a", "b"]}'}
-GIVEN = [{'tool_calls': [{'function': FUNCTION}]}, {'tool_calls': json.dumps([{'function': FUNCTION}])},
-         {'tool_calls': {'function': FUNCTION}}, {'function_call': FUNCTION}, {'function_call': json.dumps(FUNCTION)},
-         {'tool_calls': [{'function': {**FUNCTION, 'arguments': {'query': 'a'}}},
-                         {'function': {**FUNCTION, 'arguments': {'query': 'b'}}}]}]
+ONE, OPEN = {'name': 'search', 'arguments': {'query': 'a'}}, {'name': 'open', 'arguments': {'page': 3}}
+BROKEN, BOTH = {'name': 'search', 'arguments': '{"query": '}, {'name': 'search', 'queries': ['a', 'b']}
 
 
-@pytest.mark.parametrize('given', GIVEN)
-def test_calls_are_read_in_every_form_that_is_about(given):
+@pytest.mark.parametrize('given, call', [
+    ({'tool_calls': [{'function': FUNCTION}]}, BOTH), ({'tool_calls': json.dumps([{'function': FUNCTION}])}, BOTH),
+    ({'tool_calls': {'function': FUNCTION}}, BOTH), ({'tool_calls': FUNCTION}, BOTH),
+    ({'function_call': FUNCTION}, BOTH), ({'function_call': json.dumps(FUNCTION)}, BOTH),
+    ({'tool_calls': [ONE, {'function': {**FUNCTION, 'arguments': '{"query": "b"}'}}]}, BOTH),
+    ({'tool_calls': [ONE, {'function': BROKEN}]}, {'name': 'search', 'queries': ['a']}),
+    ({'tool_calls': [ONE, OPEN]}, {'name': 'search', 'queries': ['a', '3'], 'calls': [
+        {'name': 'search', 'queries': ['a']}, {'name': 'open', 'queries': ['3']}]})])
+def test_calls_are_read_in_every_form_that_is_about(given, call):
     t, _ = only(talk(said(None, **given), {'role': 'tool', 'content': 'p'}, said(DONE)))
-    assert t.turns[0].call['queries'] == ['a', 'b'] and t.turns[0].result is Result.OK
+    assert t.turns[0].call == call and t.turns[0].result is Result.OK and len(t.turns) == 2
 
 
 @pytest.mark.parametrize('given', [
     {'tool_calls': 'no JSON'}, {'tool_calls': '[' * 60_000}, {'tool_calls': [None]}, {'tool_calls': [5]},
-    {'tool_calls': [{'function': {'name': 'search', 'arguments': '{"query": '}}]}, {'function_call': '{"na'},
+    {'tool_calls': [{}]}, {'tool_calls': ['search']}, {'tool_calls': [{'function': BROKEN}]}, {'function_call': '{"na'},
+    *({'tool_calls': [{'function': {'name': 'search', 'arguments': given}}]}
+      for given in ('[1]', 7, {'query': None}, '[' * 60_000, '9' * 5_000)),
     {'tool_calls': [{'function': {'name': ['search'], 'arguments': '{"query": "a"}'}}]},
     {'tool_calls': [{'function': {'name': 7, 'arguments': {'query': 'a'}}}]},
     {'tool_calls': [{'function': {'name': 'search', 'arguments': '{"query": "\\ud83d"}'}}]},
     {'tool_calls': [{'function': {'name': 'search', 'arguments': '{"query": ' + '9' * 5_000 + '}'}}]}])
 def test_a_call_that_cannot_be_read_is_a_malformed_turn(given):
-    t, _ = only(talk(said(None, **given), {'role': 'tool', 'content': 'p'}, said(DONE)))
-    assert t.turns[0].call is None and t.turns[0].result is Result.MALFORMED and t.answer == 'x'
+    "The file is read; the turn counts as one, as it does in our own rollouts."
+    for found in ('p', ''):
+        t, _ = only(talk(said('', **given), {'role': 'tool', 'content': found}, said(DONE)))
+        assert t.turns[0].call is None and t.turns[0].result is Result.MALFORMED and t.turns[0].kind == 'tool'
+        assert t.answer == 'x'
 
 
 @pytest.mark.parametrize('text, queries', [
@@ -100,12 +114,21 @@ def test_all_calls_of_a_message_are_kept_in_their_order(text, queries):
     assert t.turns[0].call['queries'] == queries
 
 
+def test_calls_and_parts_of_a_message_in_other_words():
+    "Search-R1's two calls in a text; and a call in a message that comes in parts, some of them null."
+    t, _ = only(talk(said('I look. <search>one</search>\n<search>two</search>'), said(DONE)), 'search-r1')
+    assert t.turns[0].call == {'name': 'search', 'queries': ['one', 'two']}
+    parts = [{'type': 'text', 'text': '<search>one</search>'}, {'text': None}, ' ']
+    assert only(talk(said(parts), said(DONE)), 'search-r1')[0].turns[0].call['queries'] == ['one']
+
+
 @pytest.mark.parametrize('score, wanted', [(None, None), ('', None), ('null', None), ('None', None), (' NaN ', None),
                                            ('N/A', None), ('<NA>', None), (float('nan'), None),
                                            ('1.5', 1.5), (True, 1.), (0, 0.), (-2.5, -2.5)])
 def test_a_score_is_a_number_or_missing(score, wanted):
-    found = only({'input': 'Q?', 'output': DONE, 'score': score})[1]
-    assert found != found if wanted is None else found == wanted
+    for given in ({'score': score}, {'reward': score}, {'reward': None, 'score': score}):
+        found = only({'input': 'Q?', 'output': DONE, **given})[1]
+        assert found != found if wanted is None else found == wanted
 
 
 @pytest.mark.parametrize('content, text', [

@@ -69,12 +69,12 @@ def main():
             for run in runs: take(run, 1, 1, 1)                  # nothing of the first step is counted
             first = 2
             for epochs in a.epochs:
-                clocks, minutes = [], {run.config.ahead: [] for run in runs}
+                clocks, minutes = [], {run.ahead.most: [] for run in runs}
                 for _ in range(a.repeats):
                     for run in runs:
                         rows, minute = take(run, first, a.steps, epochs)
-                        minutes[run.config.ahead].append(minute)
-                        if not run.config.ahead: clocks += rows
+                        minutes[run.ahead.most].append(minute)
+                        if not run.ahead.most: clocks += rows
                     first += a.steps
                 acting, load = [r['seconds_rollout'] for r in clocks], [r['seconds_load'] for r in clocks]
                 learning = [r['seconds_step'] - r['seconds_rollout'] - r['seconds_load'] for r in clocks]

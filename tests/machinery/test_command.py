@@ -215,7 +215,7 @@ def test_a_list_needs_no_brackets():
 
 def test_sets_are_joined_by_plus_and_by_comma_everywhere():
     for text in ('nq+hotpotqa', 'nq, hotpotqa', 'nq,hotpotqa'):
-        assert data_sets(make_config({'data': text})) == set_names(text) == ['nq', 'hotpotqa']
+        assert data_sets(make_config({'data': text}).data) == set_names(text) == ['nq', 'hotpotqa']
 
 
 @pytest.mark.parametrize('module, function, words', [

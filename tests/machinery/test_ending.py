@@ -16,12 +16,11 @@ from credit_rl.runlog import latest_checkpoint, read_metrics, same_metrics
 from credit_rl.settings import make_config
 from credit_rl.setup import load_of, plan_of
 from credit_rl.train import train
+from made_runs import SHORT
 
 psutil = pytest.importorskip('psutil')
 ROOT = Path(__file__).resolve().parents[2]
-SHORT = dict(model=str(ROOT / 'data' / 'tiny_base'), steps=4, eval_every=4, questions_per_step=3, group_size=4,
-             questions=50, dev_questions=7, test_questions=7, max_turns=3, turn_tokens=12, kl=.01, learning_rate=1e-4,
-             world={'size': 200}, threads=1, track='')
+SHORT = {**SHORT, 'steps': 4, 'eval_every': 4}
 TWO = dict(learner='deepspeed', stage=2, ranks=2)
 
 
@@ -41,9 +40,8 @@ def read_until(process, words, said=''):
     return said
 
 
-@pytest.fixture(scope='module')
-def whole(tmp_path_factory):
-    return train({**SHORT, 'run': str(tmp_path_factory.mktemp('whole') / 'run')}, say=lambda line: None)
+@pytest.fixture
+def whole(finished): return finished(**SHORT)
 
 
 @pytest.mark.parametrize('sent', [signal.SIGTERM, signal.SIGUSR1])

@@ -192,7 +192,7 @@ def test_where_pip_cannot_either_it_is_said_what_to_do(tmp_path, offline, monkey
 
 
 @pytest.mark.parametrize('arguments, message', [
-    (['smollm'], "there is no release 'smollm'; did you mean 'smollm2'"),
+    (['smollm'], "'smollm2'"),
     (['nothing.gguf', 'model'], 'is no file'),
     (['nothing.gguf'], '2'),
 ])

@@ -21,6 +21,7 @@ from credit_rl.layout import hidden_states, token_logps
 from credit_rl.scoring import AnswerTemplate, answer_logps, answer_logps_separate, joint_logps
 from credit_rl.trees import (CHUNK, Paths, attend_by_trees, check_tree, deal_nodes, node_numbers, path_attention, plant,
                              read_tree)
+from made_runs import SHORT
 
 SIZES = dict(vocab_size=40, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
              num_key_value_heads=2, head_dim=8, initializer_range=.3, max_position_embeddings=1024)
@@ -337,10 +338,7 @@ def test_deepspeeds_steps_with_trees_are_the_plain_learners_without(tmp_path):
 
 # ---- runs ----
 
-ROOT = Path(__file__).resolve().parents[2]
-SHORT = dict(model=str(ROOT / 'data' / 'tiny_base'), steps=1, eval_every=1, questions_per_step=4, group_size=4,
-             questions=50, dev_questions=4, test_questions=4, max_turns=3, turn_tokens=12, world={'size': 200},
-             threads=1, kl=.01, minibatches=1)
+SHORT = {**SHORT, 'steps': 1, 'eval_every': 1, 'dev_questions': 4, 'test_questions': 4, 'minibatches': 1}
 
 
 def test_a_run_with_trees_takes_the_steps_of_one_without(tmp_path):

@@ -21,6 +21,7 @@ from credit_rl.tiny import tiny_environment
 from credit_rl.train import train
 from credit_rl.vllm_engine import EngineLost, ServedEngine, ServeSettings, Serving, sync_gap
 from credit_rl.world import make_world
+from random_models import small_qwen
 
 TURN = SamplingParams(max_tokens=12)
 
@@ -150,9 +151,7 @@ def test_what_is_given_up_is_called_off(base):
 
 def test_servers_that_cannot_serve_are_refused(base, tmp_path, monkeypatch):
     with pytest.raises(ConnectionError, match='answers'): ServedEngine(base[2], base[1], ['http://127.0.0.1:9'])
-    from transformers import Qwen2Config, Qwen2ForCausalLM
-    Qwen2ForCausalLM(Qwen2Config(vocab_size=20, hidden_size=8, intermediate_size=8, num_hidden_layers=1,
-                                 num_attention_heads=2, num_key_value_heads=1)).save_pretrained(tmp_path)
+    small_qwen(20, hidden_size=8, intermediate_size=8, num_hidden_layers=1).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match='shapes'), served(base, {'root': str(tmp_path)}): pass
     server = FakeServer(base[2])
     with pytest.raises(ValueError, match='max-model-len'): ServedEngine(base[2], base[1], [server.url], max_length=500)

@@ -23,6 +23,7 @@ from credit_rl.protocol import byte_tokenizer
 from credit_rl.tiny import tiny_tokenizer
 from credit_rl.vllm_engine import (_interruptible, _reason, complete, logp_gap, parameter_shapes, sampler_weights,
                                     sync_gap)
+from random_models import small_qwen
 
 BYTES, WORDS = byte_tokenizer(), tiny_tokenizer()
 
@@ -78,10 +79,7 @@ def test_a_learners_weights_are_whole(root):
 
 
 def test_an_output_layer_of_its_own_is_not_made_up(tmp_path):
-    from transformers import Qwen2Config, Qwen2ForCausalLM
-    model = Qwen2ForCausalLM(
-        Qwen2Config(vocab_size=20, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2,
-                    num_key_value_heads=1, tie_word_embeddings=False))
+    model = small_qwen(20, hidden_size=8, intermediate_size=8, num_hidden_layers=1, tie_word_embeddings=False)
     model.save_pretrained(tmp_path)
     shapes, shared = parameter_shapes(tmp_path)
     named = dict(model.named_parameters())

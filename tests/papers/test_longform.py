@@ -67,9 +67,9 @@ def test_any_file_of_pairs_is_read(form, tmp_path):
 
 
 @pytest.mark.parametrize('row, message', [
-    ({'question': 'Why?'}, "'reference' is missing"), ({'question': 'Why?', 'reference': ' '}, 'holds no answer'),
-    ({'question': 'Why?', 'reference': 7}, 'wanted a list of strings'),
-    ({'reference': 'So.'}, "'question' is missing")])
+    ({'question': 'Why?'}, "'reference'"), ({'question': 'Why?', 'reference': ' '}, 'answer'),
+    ({'question': 'Why?', 'reference': 7}, 'strings'),
+    ({'reference': 'So.'}, "'question'")])
 def test_a_pair_without_one_of_the_two_is_refused(row, message, tmp_path):
     (tmp_path / 'p.jsonl').write_text(json.dumps(row))
     with pytest.raises(RowError, match=message): load_questions('pairs', tmp_path / 'p.jsonl')
@@ -285,8 +285,6 @@ SMALL = dict(path=str(SAMPLE), corpus=str(PAGES), steps=2, group_size=4, questio
 
 class Chatty(ScriptedEngine):
     "A player that is right, wrong or without an answer, by luck."
-    def load(self, weights): pass
-    def sleep(self): pass
 
 
 @pytest.fixture

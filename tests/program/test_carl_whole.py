@@ -34,7 +34,7 @@ from credit_rl.engine import ScriptedEngine
 from credit_rl.layout import pack, token_logps
 from credit_rl.diagnostics import competence_table, hop_table
 from credit_rl.launch import Ranks
-from credit_rl.learner import BadStep, Learner
+from credit_rl.learner import BadStep
 from credit_rl.metrics import benchmark_metric
 from credit_rl.models import load_model, load_tokenizer
 from credit_rl.outcome import outcome_rewards
@@ -66,9 +66,7 @@ REAL = dict(protocol='carl', method='carl', steps=1, eval_every=1, questions_per
             passage_tokens=60, kl=.01, threads=1, track='')
 
 
-@pytest.fixture(autouse=True)
-def on_a_cpu(monkeypatch):
-    monkeypatch.setattr(torch.cuda, 'is_available', lambda: False)
+pytestmark = pytest.mark.usefixtures('on_a_cpu')
 
 
 @pytest.fixture(scope='module')
@@ -113,14 +111,13 @@ class Coder(ScriptedEngine):
     def __init__(self, model, tokenizer, worlds, **limits):
         memory = {text: answer for w in worlds.values() for text, answer in memory_of(w).items()}
         super().__init__(lambda text, rng: act_coder(text, rng, NOISY_CODER, memory), tokenizer)
-    def load(self, weights): pass
-    def sleep(self): pass
 
 
 @pytest.fixture
 def scripted(monkeypatch, model):
     "Training and warm-up play by the scripted coder."
-    worlds = tiny_worlds(config := make_config({**TINY, 'model': model}), config.seed)
+    config = make_config({**TINY, 'model': model})
+    worlds = tiny_worlds(config.world, config.sizes, config.seed)
     monkeypatch.setattr('credit_rl.setup.HFEngine', lambda m, tokenizer, **limits: Coder(m, tokenizer, worlds))
     return worlds
 
@@ -227,9 +224,9 @@ def test_a_checkpoint_is_the_best_by_what_the_data_are_scored_by(monkeypatch):
     monkeypatch.setattr(training, 'evaluate', lambda *a, **k: (None, [Group(t.question, [t])]))
     for data, best in (('gsm8k', 0.), ('hotpotqa+gsm8k', 0.), ('hotpotqa', 1.), ('tiny', 1.)):
         run, logged, named = object.__new__(training.Run), {}, []
-        s = run.config = make_config({'data': data, 'method': 'carl', 'protocol': 'carl'})
+        s = make_config({'data': data, 'method': 'carl', 'protocol': 'carl'})
         run.memory, run.metric = {'best': -1., 'best_step': 0}, staging.bound_method(s).metric
-        run.segments, run.learner = True, SimpleNamespace(critic=None)              # so there is no gate to be read
+        run.gated, run.chosen_by = False, None
         setup = SimpleNamespace(questions={'dev': [t.question]}, environments={'dev': None})
         run.log, run.checkpoint = SimpleNamespace(
             timed=lambda part: contextlib.nullcontext(),
@@ -247,8 +244,9 @@ def test_a_checkpoint_is_the_best_by_word_f1_where_a_run_says_so(chosen_by, best
     monkeypatch.setattr(training, 'evaluate', lambda *a, **k: (None, [Group(question, [
         dataclasses.replace(t, question=question, answer=next(answers))])]))
     run, logged = object.__new__(training.Run), []
-    s = run.config = make_config({'method': 'igpo', 'chosen_by': chosen_by})
-    run.memory, run.metric, run.segments = {'best': -1., 'best_step': 0}, 'em', False
+    s = make_config({'method': 'igpo', 'chosen_by': chosen_by})
+    run.memory, run.metric, run.gated = {'best': -1., 'best_step': 0}, 'em', False
+    run.chosen_by = s.checkpoints.chosen_by
     run.log = SimpleNamespace(timed=lambda part: contextlib.nullcontext(),
                               metrics=lambda step, **m: logged.append(m['dev_f1']))
     run.checkpoint = lambda step, name: None
@@ -331,52 +329,6 @@ def test_segments_sum_to_what_the_critic_did_not_expect(model, scripted, tmp_pat
     assert table.sign_kept[1] == 0 and table.value_start[1] == .5 and table.tool_rate[1:].between(.1, 1).all()
 
 
-def test_rows_train_on_what_the_model_wrote_and_nothing_else(model, scripted, tmp_path):
-    "Rows of the kept rollouts: their trained ids are the segments' own, and no output of a program is ever among them."
-    run = quiet({**TINY, 'model': model, 'log_rollouts': 4, 'run': str(tmp_path / 'run')})
-    trained = [trajectory_from_json(r['trajectory']) for r in read_turns(run) if r['kind'] == 'train']
-    assert len(trained) == 2 * 16 and any(x.result is Result.OK for t in trained for x in t.turns)
-    # a script samples nothing
-    unsampled = lambda t: dataclasses.replace(
-        t, turns=[dataclasses.replace(x, action_logps=[0.] * len(x.action_ids)) for x in t.turns])
-    layout = pack([Group(t.question, [unsampled(t)]) for t in trained])
-    row = 0
-    for t in trained:
-        for k, x in enumerate(t.turns):
-            mask = layout.token_turns[row] >= 0
-            context = list(x.context_ids or t.prompt_ids)
-            assert layout.ids[row][mask].tolist() == list(
-                x.action_ids) and layout.token_turns[row][mask].unique().tolist() == [k]
-            assert layout.ids[row][:len(context)].tolist(
-            ) == context and not mask[:len(context)].any() and not mask[len(context) + len(x.action_ids):].any()
-            row += 1
-    assert row == len(layout.ids)
-
-
-def test_log_probs_of_segments_are_those_of_their_own_context(model, scripted, tmp_path):
-    """Rollouts of several segments, packed: each row's log-probabilities are those of a forward of its context and its
-    own tokens alone."""
-    run = quiet({**TINY, 'model': model, 'steps': 1, 'log_rollouts': 4, 'run': str(tmp_path / 'run')})
-    played = [trajectory_from_json(r['trajectory']) for r in read_turns(run) if r['kind'] == 'train']
-    layout = pack([
-        Group(t.question, [
-            dataclasses.replace(t,
-                                turns=[dataclasses.replace(x, action_logps=[0.] * len(x.action_ids)) for x in t.turns])
-        ]) for t in played
-    ])
-    assert len(layout.ids) > 1.5 * len(played)  # not a row for each rollout
-    said, model, row = Learner(load_model(model)[0]).evaluate(layout).logp, load_model(model)[0], 0
-    for t in played:
-        for x in t.turns:
-            context = list(x.context_ids or t.prompt_ids)
-            with torch.no_grad():
-                logits = model(torch.tensor([context + list(x.action_ids)])).logits[0, len(context) - 1:-1]
-            alone = logits.float().log_softmax(-1).gather(1, torch.tensor(x.action_ids)[:, None])[:, 0]
-            torch.testing.assert_close(said[row][layout.token_turns[row] >= 0], alone, atol=1e-4, rtol=0)
-            row += 1
-    assert row == len(layout.ids)
-
-
 def test_explained_variance_is_of_the_outcome_at_the_states_before_segments():
     """By hand: values .5, .9 and .5 at three states whose rollouts came to 1, 1 and 0. Var(R) = 2/9; R - V is .5, .1,
     -.5, of variance .51/3 - 1/900 = .152/.9; so 1 - .76 = .24."""
@@ -410,6 +362,8 @@ def test_explained_variance_is_of_the_outcome_at_the_states_before_segments():
 def test_matched_baselines_run_by_other_settings(model, scripted, tmp_path, settings):
     table = read_metrics(quiet({**TINY, 'model': model, 'kl': .01, 'run': str(tmp_path / 'run'), **settings}))
     assert table.updates[1:].eq(2).all() and table.loss[1:].notna().all() and table.tool_rate[1:].notna().all()
+    # GRPO has no critic, PPO none that was warmed up: they are asked nothing
+    assert GATES & set(table) == (set() if 'method' in settings else GATES)
     assert ('value_start' in table) == ('explained_outcome' in table) == (settings.get('method') != 'grpo')
     # cold: one value everywhere
     if settings.get('method') == 'ppo': assert table.explained_outcome[1] == 0 and table.explained_variance[1] == 0
@@ -425,13 +379,12 @@ def test_a_resumed_run_is_the_whole_one(model, tmp_path):
     assert same_metrics(whole, parts) == [] and read_turns(whole) == read_turns(parts)
 
 
-REFUSED = {'a protocol whose words it lacks': (dict(model='tiny', protocol='carl'), 'words of the protocols tiny and '
-                                                                                    'carl-tiny'),
-           'a part that is missing': (dict(world={'famous': {'train': 3}}), 'one for each of train, dev, test'),
-           'more facts than there are': (dict(world={'size': 100, 'famous': 5000}), 'raise size'),
-           'no room for a context': (dict(context_tokens=0), 'context_tokens must be at least 1'),
-           'a warm-up that is none': (dict(critic_from='nowhere'), 'no finished warm-up'),
-           'a warm-up for a method without critic': (dict(method='grpo', critic_from='nowhere'), 'has no critic')}
+REFUSED = {'a protocol whose words it lacks': (dict(model='tiny', protocol='carl'), 'words'),
+           'a part that is missing': (dict(world={'famous': {'train': 3}}), 'each'),
+           'more facts than there are': (dict(world={'size': 100, 'famous': 5000}), 'size'),
+           'no room for a context': (dict(context_tokens=0), 'context_tokens'),
+           'a warm-up that is none': (dict(critic_from='nowhere'), 'finished'),
+           'a warm-up for a method without critic': (dict(method='grpo', critic_from='nowhere'), 'critic')}
 
 
 @pytest.mark.parametrize('name', REFUSED)
@@ -497,9 +450,8 @@ def test_a_warm_up_that_passes_teaches(model, scripted, tmp_path, easy_gate):
     learner = learner_of(own, setup_of(own).model)
     assert all(torch.equal(a, b) for a, b in zip(learner.scorer.model.parameters(), base.parameters())) and all(
         torch.equal(a, b) for a, b in zip(learner.critic.model.parameters(), moved.parameters()))
-    for change, message in ((dict(model=str(ROOT / 'data' / 'tiny_base')), 'was warmed up with model='),
-                            (dict(protocol='carl-tiny-forced'),
-                             'was warmed up with protocol='), (dict(method='ppo'), 'has a linear head')):
+    for change, message in ((dict(model=str(ROOT / 'data' / 'tiny_base')), 'model='),
+                            (dict(protocol='carl-tiny-forced'), 'protocol='), (dict(method='ppo'), 'linear')):
         with pytest.raises(ValueError, match=message): check(dataclasses.replace(config, **change))
 
 
@@ -541,12 +493,9 @@ def test_the_gate_is_read_again_on_what_the_policy_plays(model, warm, scripted, 
     monkeypatch.undo()
 
 
-def test_a_critic_without_a_gate_is_not_asked_and_what_nothing_tells_is_missing(model, scripted, tmp_path):
-    "GRPO has no critic, PPO none that was warmed up; of CARL's cold one only a world can say what the base was taught."
-    for method, logged in (('grpo', set()), ('ppo', set()), ('carl', GATES)):
-        table = read_metrics(quiet({**TINY, 'model': model, 'method': method, 'run': str(tmp_path / method)}))
-        assert GATES & set(table) == logged
-    # a cold critic says .5 everywhere
+def test_of_a_cold_critic_what_nothing_tells_is_missing(model, scripted, tmp_path):
+    "A cold critic says .5 everywhere; only a world can say what the base was taught."
+    table = read_metrics(quiet({**TINY, 'model': model, 'run': str(tmp_path / 'cold')}))
     assert table.gate_auc[0] == .5 and abs(table.gate_explained[0]) < 1e-6 and table.gate_sign[0] == 0
     silent = {**TINY, 'model': model, 'world': {'size': 200}, 'run': str(tmp_path / 'silent')}
     assert read_metrics(quiet(silent)).gate_auc.isna().all()
@@ -965,11 +914,8 @@ def test_a_critic_in_the_pieces_of_deepspeed_is_examined(model, scripted, tmp_pa
         assert all(torch.equal(a, b) for a, b in zip(pieces.critic[0].parameters(), load_model(model)[0].parameters()))
 
 
-def test_who_cannot_be_examined_is_told_why(model, tmp_path):
-    run = quiet({
-        **TINY, 'method': 'grpo', 'protocol': None, 'model': str(ROOT / 'data' / 'tiny_base'), 'world': {}, 'steps': 1,
-        'max_turns': 2, 'recompute': False, 'run': str(tmp_path / 'run')
-    })
+def test_who_cannot_be_examined_is_told_why(finished, tmp_path):
+    run = shutil.copytree(finished(method='grpo'), tmp_path / 'run', symlinks=True)
     with pytest.raises(ValueError, match='leaves'): examine_run(run)
     (run / 'summary.json').unlink()
     with pytest.raises(FileNotFoundError, match='finished'): examine_run(run)

@@ -216,16 +216,9 @@ def environment(number):
 
 def make_model(folder):
     "A small random Qwen2 with a tokenizer of bytes."
-    import torch
-    from transformers import Qwen2Config, Qwen2ForCausalLM
     from credit_rl.protocol import byte_tokenizer
-    tokenizer = byte_tokenizer()
-    torch.manual_seed(0)
-    Qwen2ForCausalLM(
-        Qwen2Config(vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64, num_hidden_layers=2,
-                    num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=16384,
-                    eos_token_id=tokenizer.eos_token_id)).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    from random_models import save_small
+    save_small(folder, byte_tokenizer(), hidden_size=32, intermediate_size=64)
 
 
 def make_shared(out, jobs):

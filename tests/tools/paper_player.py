@@ -4,13 +4,11 @@ import json
 import re
 from pathlib import Path
 
-import torch
-from transformers import Qwen2Config, Qwen2ForCausalLM
-
 from credit_rl.benchmarks import get_benchmark
 from credit_rl.datasets import load_corpus, load_questions
 from credit_rl.engine import ScriptedEngine
 from credit_rl.protocol import PROTOCOLS, byte_tokenizer
+from random_models import save_small
 
 SAMPLE = Path(__file__).resolve().parents[2] / 'data' / 'hotpotqa_sample.json'
 SETS = ('nq', 'triviaqa', 'hotpotqa', '2wikimultihopqa', 'gsm8k')
@@ -37,12 +35,8 @@ def write_model(folder, texts):
     "A small random model, and a tokenizer in whose tokens the protocols' prompts are short."
     prompts = [text for p in PROTOCOLS.values() for text in (p.user, p.system or '', json.dumps(p.tools))]
     tokenizer = byte_tokenizer(texts=[*prompts, *texts] * 2, merges=1500)
-    torch.manual_seed(0)
-    Qwen2ForCausalLM(
-        Qwen2Config(vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64, num_hidden_layers=1,
-                    num_attention_heads=1, num_key_value_heads=1, max_position_embeddings=32768,
-                    eos_token_id=tokenizer.eos_token_id)).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    save_small(folder, tokenizer, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=1,
+               max_position_embeddings=32768)
     return tokenizer
 
 
@@ -76,9 +70,6 @@ class Player(ScriptedEngine):
         self.protocol, self.gold, self.end = protocol, gold, tokenizer.eos_token
         self.opening = '```python' if protocol.call_style == 'code' else f'<{protocol.call_tag}>'
         super().__init__(self.play, tokenizer, max_length=32768)
-
-    def load(self, weights): pass
-    def sleep(self): pass
 
     def play(self, text, rng):
         p, asked = self.protocol, re.search(r'\(\w+, \w+ \d\) ', text)
