@@ -297,8 +297,8 @@ long: export OMP_NUM_THREADS := 1
 long: $(VENV)/.ok-test
 	@rm -rf _hours/long && $(PY) tests/tools/long_run.py --out _hours/long
 small: export OMP_NUM_THREADS := 1
-small: $(VENV)/.ok-test       # every entry of TSPO, by tiny models
-	@for paper in tspo; do \
+small: $(VENV)/.ok-test       # every entry of the papers, by tiny models
+	@for paper in tips tspo igpo prs carl; do \
 	    $(VENV)/bin/credit-rl reproduce $$paper --small --run --draw --runs _hours/small/$$paper --out _hours/small || exit 1; done
 nights: export NIGHTLY := 1
 nights: export OMP_NUM_THREADS := 1

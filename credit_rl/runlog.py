@@ -267,7 +267,7 @@ METRICS = {
     'read_tokens': 'tokens that models read without gradient, before the update, for credit and loss, gold answers '
                    'included',
     'zero_advantage': 'share of trajectories whose advantage is 0 (1e-6 in size at most) at every trained token',
-    'zero_groups': 'share of groups of which every trajectory is such a one',
+    'zero_groups': 'share of groups without an advantage at any trained token',
     'gold_entropy_start': 'mean -log-probability of a token of the gold answer at the question, by the policy, in nats',
     'gold_entropy_end': 'the same at the last state before the answer',
     'belief_auc': 'chance that a state to which a gold was shown has more belief in it than one to which none was, '

@@ -46,7 +46,7 @@ def tiers(
 
 # %% ../nbs/4_learning/54_warmup.ipynb #pl54b
 def pool_tiers(
-    folder,       # of a pool, see `pool_main`
+    folder,       # of a pool, see `pool_main`, or a list of several
     questions,    # list of Question
     metric='em',  # outcome, see outcome_rewards; 1 is right
     model=None,   # folder or name of the model that it must be of; None: any
@@ -57,7 +57,7 @@ def pool_tiers(
     Raises ValueError on a pool of another prompt, model or reward, on one that lacks questions, and on a folder that is
     none."""
     wanted, found = {question_key(q): q for q in questions}, {}
-    for place in set_folders(folder):
+    for place in (p for one in (folder if isinstance(folder, list) else [folder]) for p in set_folders(one)):
         about = read_manifest(place)
         if 'tries' not in about['decoding']: raise ValueError(f'{place} is no pool: wanted what credit-rl pool wrote')
         if about['metric']['name'] == 'reward':
@@ -453,7 +453,7 @@ _BUCKETS = ('Tier 1, no tool', 'Tier 1, tool', 'Tier 2, no tool', 'Tier 2, tool'
 class TierChoice(SettingsGroup):
     "How it is told whether the policy knows a question's answer."
     tries: int = setting(5, 'answers without tools; a question is known (Tier 2) where one is right', least=1)
-    pool: str = setting(None, 'folder of a pool of such answers (credit-rl pool), read in their place')
+    pool: object = setting(None, 'folder of a pool of such answers (credit-rl pool), or a list, read in their place')
 
 @dataclass(frozen=True)
 class Collection(TierChoice):

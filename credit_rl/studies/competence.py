@@ -664,11 +664,12 @@ def main(arguments=None):
                         help='which of each run: the best by the dev questions, or the newest')
     given = parser.parse_args(arguments)
     try:
-        host = {name: yaml.safe_load(v) for name, _, v in (w.partition('=') for w in given.runs if '=' in w)}
+        places = [w for w in given.runs if '=' not in w or Path(w).exists()]          # a run's name may have an =
+        host = {name: yaml.safe_load(v) for name, _, v in (w.partition('=') for w in given.runs if w not in places)}
         asked = {name: host.pop(name) for name in [*host] if name in (*options_in(Source), 'split')}
         pool = {'pool': host.pop('pool')} if 'pool' in host else {}
         if pool and asked: raise ValueError('a pool is of the questions of a run: give pool, or data, not both')
-        runs, groups = [r for w in given.runs if '=' not in w for r in find_runs(w) if not is_warmup(r)], {}
+        runs, groups = [r for w in places for r in find_runs(w) if not is_warmup(r)], {}
         for run in runs:
             if (run/'summary.json').exists() or len(runs) == 1:
                 count = _config_of(run, host).ranks

@@ -8,7 +8,8 @@ __all__ = ['PAPERS', 'SEVEN', 'papers_folder', 'read_paper', 'Entry', 'entries',
            'paper_numbers', 'paper_sentences', 'reported_table', 'report']
 
 # %% ../../nbs/papers/84_papers.ipynb #t002
-import dataclasses, json, math, os, re, shlex, sys
+import dataclasses, importlib, json, math, os, re, shlex, sys, traceback
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.resources import files
@@ -17,7 +18,7 @@ import yaml
 from ..environment import as_played
 from ..estimate import Load, TrainingPlan, likely_load, memory, read_sizes, step_seconds
 from ..evaluate import Evaluation, check_evaluation, read_manifest, read_scores, set_names
-from ..jobs import Job, run_jobs
+from ..jobs import Job, last_words, run_jobs
 from ..options import dotted, flat, options_in
 from ..parameters import by_group, from_settings, make_parser, read_settings
 from ..prepare import Warming
@@ -92,9 +93,10 @@ def count_states():
 # %% ../../nbs/papers/84_papers.ipynb #w002
 _FREE = {*MAY_CHANGE, 'warm_steps', 'path', 'corpus', 'other_corpus', 'engine', 'vllm', 'learner.kind', 'learner.stage',
          'learner.deepspeed', 'learner.checkpointing', 'dtype', 'row_tokens', 'batch', 'log.rollouts', 'critic.warmed',
-         'torch.tf32', 'train_from'
+         'torch.tf32', 'train_from', 'pool', 'log.pool'
          } - {'steps', 'warm_steps'}   # settings that change no result, or that a folder's name has already
-_KINDS = {'train': (Config,), 'warmup': (Warming,), 'evaluate': (Evaluation,), 'longform': (JudgeChoice, Evaluation)}
+_KINDS = {'train': (Config,), 'warmup': (Warming,), 'evaluate': (Evaluation,), 'pool': (Evaluation,),
+          'longform': (JudgeChoice, Evaluation)}
 _LOGS = ('export', 'competence')   # whose folder here holds the log alone
 
 @dataclass(frozen=True)
@@ -125,6 +127,11 @@ class Work(Job):
                     *(['--checkpoint', str(self.step)] if self.step is not None else [])]
         file = ['--params', f'runs/params/{self.file}.yaml'] if self.file else []
         return [self.method, *file, *given, f'run={self.folder}']
+
+    @property
+    def resumed(self):
+        "What is said besides where it was begun: list of str."
+        return ['resume=true'] * (self.method in ('train', 'warmup') and (self.folder/'params.yaml').exists())
 
     @property
     def command(self): return shlex.join(['credit-rl', *self.words])
@@ -179,13 +186,14 @@ class Work(Job):
 
 # %% ../../nbs/papers/84_papers.ipynb #w004
 _KEPT = ('method', 'options', 'loss', 'average', 'epochs', 'minibatches', 'kl', 'teacher.model', 'teacher.every', 'measure',
-         'critic.kind', 'collected', 'must_pass', 'critic.mix', 'baseline', 'greedy', 'metric', 'temperature', 'protocol')
+         'critic.kind', 'collected', 'must_pass', 'critic.mix', 'baseline', 'greedy', 'metric', 'temperature', 'tries')
 _ROWS = {'nq': 'nq.jsonl', 'triviaqa': 'triviaqa.json', 'popqa': 'popqa.tsv', 'musique': 'musique.jsonl',
          '2wikimultihopqa': '2wikimultihopqa.json', 'bamboogle': 'bamboogle.csv', 'gsm8k': 'gsm8k.jsonl',
          'finqa': 'finqa.json', 'browsecompplus': 'browsecompplus.jsonl', 'pairs': 'pairs.jsonl',
          'hotpotqa': '../hotpotqa_sample.json'}
-_TINY = dict({'checkpoints.keep': 3, 'log.rollouts': 4}, model='data/tiny_base', steps=2, eval_every=1,
-             questions=20, dev_questions=6, test_questions=6, questions_per_step=4, group_size=4, threads=1, learning_rate=1e-4)
+_TINY = dict({'checkpoints.keep': 3, 'log.rollouts': 16}, model='data/tiny_base', steps=2, eval_every=1,
+             questions=20, dev_questions=6, test_questions=6, questions_per_step=4, group_size=4, threads=1, learning_rate=1e-4,
+             seed=4)   # at which rollouts of the last step are right and wrong
 _TINY_CARL = dict(_TINY, model='data/tiny_carl', protocol='carl-tiny', turn_tokens=40, seed=412, questions=60,
                   world={'hops': [1, 2], 'twins': True, 'nothing': .125, 'sibling': .125, 'lost': .1})
 _TINY_WARM = dict(per_tier=20, clusters=4, warm_steps=2, warm_least=1, warm_every=1, warm_batch=64, warm_rise=1,
@@ -196,12 +204,15 @@ def _small_settings(verb, own, carl=False):  # a verb; what a file and an entry 
     kept = {n: v for n, v in own.items() if n in _KEPT and v is not None}
     if verb in ('train', 'warmup'):
         if '/' in kept.get('teacher.model', ''): kept['teacher.model'] = 'data/tiny_weak'
+        if 'minibatches' in kept: kept['minibatches'] = min(4, kept['minibatches'])
         tiny = {n: v for n, v in (_TINY_CARL if carl else _TINY).items()
                 if verb == 'train' or n not in ('steps', 'eval_every')}
-        return {n: v for n, v in kept.items() if n != 'protocol'} | tiny | (_TINY_WARM if verb == 'warmup' else {})
-    names = set_names(own.get('data', 'pairs'))
+        return kept | tiny | (_TINY_WARM if verb == 'warmup' else {})
     rows = papers_folder().parent/'rows'
-    return {n: v for n, v in kept.items() if n != 'protocol'} | {
+    # what its runs train on
+    if verb == 'pool' and own['split'] == 'train': return kept | {'data': str(rows/'tiny.jsonl'), 'turn_tokens': 40}
+    names = set_names(own.get('data', 'pairs'))
+    return kept | {
         'data': names, 'path': {n: str(rows/_ROWS[n]) for n in names}, 'questions': 2, 'max_tokens': 12000,
         'turn_tokens': 8, 'corpus': {n: str(rows/'pairs_corpus.jsonl') for n in names if n in _WITHOUT}}
 
@@ -259,7 +270,8 @@ class _Planner:
             for n, v in changes.items():
                 if n.startswith('options.'): whole['options'] = {**whole.get('options', {}), n.partition('.')[2]: v}
             given = _small_settings(verb, whole, self.paper == 'carl')
-            own = ('critic.warmed', 'seed', *['model'] * (verb in ('evaluate', 'longform')))
+            own = ('critic.warmed', 'seed', 'pool', 'log.pool', *['model'] * (verb in ('evaluate', 'longform')),
+                   *['model', 'protocol', 'split'] * (verb == 'pool'))
             given |= {n: changes[n] for n in own if n in changes}
             return Work(verb, seed, self.root/name, {**given, **over}, None, after)
         # options of another method
@@ -267,23 +279,33 @@ class _Planner:
         return Work(verb, seed, self.root/name, {**dropped, **changes, **over}, file, after)
 
     def train(self, name, seed=None):
-        "The work of a run, with its warm-up before it; None of an untrained model."
+        "The work of a run, with its warm-up and what that reads before it; None of an untrained model."
         own = dict(self.spec['runs'][name])
-        verb = 'warmup' if 'warmup' in own else 'train'
-        if verb not in own: return None
-        file, after = own.pop(verb), ()
-        own.pop('seeds', None)
+        verb = next((v for v in ('warmup', 'train', 'pool') if v in own), None)
+        if not verb: return None
+        file, after, seeds = own.pop(verb), (), own.pop('seeds', [None])
+        seed = None if self.small else seed or seeds[0]
+        if verb == 'pool':
+            tiny = {'model': 'data/tiny_carl', 'protocol': 'carl-tiny-direct'}
+            if self.small: own |= tiny if own['split'] == 'train' else {'model': str(self.root/'bytes')}
+            work = self._work(verb, file, own, {n: v for n, v in self.trained.items() if n in _FREE})
+            named = {n: own[n] for n in ('model', 'split')}
+            return dataclasses.replace(work, folder=self.root/_folder_name(verb, named))
+        if pools := own.pop('pool', ()):        # the tiny world's questions, of all parts, are in the first
+            after = tuple(self.train(n) for n in pools[:1 if self.small else None])
+            own['pool'] = [str(w.folder) for w in after]
         if warm := own.pop('warm', None):
-            after = (self.train(warm),)
+            after = (self.train(warm, seed),)
             own['critic.warmed'] = str(after[0].folder)
+            if 'pool' in after[0].settings: own['log.pool'] = after[0].settings['pool'][0]
         if isinstance(own.get('teacher.model'), dict):
             made = self.export(self.train(own['teacher.model']['run']))
             after, own['teacher.model'] = (*after, made), str(made.folder/'model')
         if verb == 'warmup':
             with open(settings_file(f'{file}_warmup'), encoding='utf-8') as more:
                 own = {n: v for n, v in dotted(yaml.safe_load(more)).items() if n not in ('run', 'healthy')} | own
-            named = {n: v for n, v in own.items() if n in self.spec['runs'][name]}
-            work = self._work(verb, file, own, self.trained, after, seed or 0)
+            named = {n: v for n, v in own.items() if n in self.spec['runs'][name]} | ({'seed': seed} if seed else {})
+            work = self._work(verb, file, own | named, self.trained, after, seed or 0)
             place = self.root/f'{_folder_name(file, named)},warmup'
             return dataclasses.replace(work, folder=place)
         return self._work(verb, file, own | ({'seed': seed} if seed else {}), self.trained, after, seed or 0,
@@ -293,21 +315,21 @@ class _Planner:
         place = made.folder.with_name(f'{made.folder.name}@{"best" if step is None else step}')
         return Work('export', made.seed, place, {}, None, (made,), step)
 
-    def test(self, name, made, model, step=None, seed=None):
+    def test(self, name, made, model, step=None):
         "The works of an evaluation of what a run made, or of a model: list of Work."
         own = dict(self.spec['tests'][name])
-        own.pop('seeds', None)
         verb = next(v for v in ('evaluate', 'longform', 'competence') if v in own)
         file = own.pop(verb)
         if verb == 'competence':
             host = {n: v for n, v in self.trained.items() if n in ('engine', 'ranks', 'act_rows')}
+            host |= {'pool': w.settings['pool'] for w in made.after if 'pool' in w.settings}
             return [Work(verb, made.seed, made.folder.with_name(f'{made.folder.name}@examined'), host, None, (made,))]
         if verb == 'longform' and not self.small and Path(self.trained.get('path', '.')).is_file():
             raise ValueError(f'path is the file {self.trained["path"]}, so a run would be judged on what it was trained '
                              'on: give a folder with a file for each split, train and test')
         before = [self.export(made, step)] if made else []
         model = str(before[0].folder/'model') if made else str(self.root/'bytes') if self.small else model
-        own = {'model': model, **own, **({'seed': seed} if seed else {})}
+        own = {'model': model, **own}
         who = before[0].folder.name if made else Path(model).name
         host = {n: v for n, v in self.trained.items() if n in _FREE}
         work = self._work(verb, file, own, host | self.tested, tuple(before))
@@ -341,15 +363,13 @@ def plan_entry(
                 if not one['test']:
                     rows.append(RunRow(label, made.folder, None, seed or 0, None, tuple(_in_order(before))))
                     continue
-                steps = _checkpoints(made.config, 1 if small else entry.every) if entry.every and made else [None]
+                every = entry.every and (1 if small else entry.every)
+                steps = range(0, made.config.steps + 1, every) if every and made else [None]
                 for step in steps:
-                    for number in plan.spec['tests'][one['test']].get('seeds', [None]):
-                        works = plan.test(one['test'], made, spec.get('model'), step, number)
-                        rows.append(RunRow(label, made and made.folder, None if works[-1].method == 'competence' else
-                                        works[-1].folder, seed or 0, step, tuple(_in_order([*before, *works]))))
+                    works = plan.test(one['test'], made, spec.get('model'), step)
+                    rows.append(RunRow(label, made and made.folder, None if works[-1].method == 'competence' else
+                                       works[-1].folder, seed or 0, step, tuple(_in_order([*before, *works]))))
     return rows
-
-def _checkpoints(c, every): return [*range(0, c.steps + 1, every)]
 
 def _in_order(works):
     "Works with all that must be made before them, each once."
@@ -365,6 +385,7 @@ def all_works(rows):  # list of RunRow
 # %% ../../nbs/papers/84_papers.ipynb #w009
 _QUESTIONS = {'nq': 3610, 'triviaqa': 11313, 'popqa': 14267, 'hotpotqa': 7405, '2wikimultihopqa': 12576,
               'musique': 2417, 'bamboogle': 125, 'gsm8k': 1319, 'finqa': 1147, 'browsecompplus': 830}   # reported on
+_TRAINING = {'hotpotqa': 90447, '2wikimultihopqa': 167454, 'gsm8k': 7473}
 
 def price(work):
     "GPU-hours and bytes on disk of a work: (float, float), NaN where the sizes of its model are not here."
@@ -375,13 +396,16 @@ def price(work):
     c = source.config if work.method == 'export' else work.config
     if work.method == 'export': return 0., sizes.parameters * (4 if c.dtype == 'float32' else 2)
     if isinstance(c, Config):
+        c = dataclasses.replace(c, critic=dataclasses.replace(c.critic, warmed=None))          # it may not be there yet
         plan, steps = plan_of(c), getattr(c, 'warm_steps', c.steps)
         one, needs = step_seconds(sizes, plan, likely_load(load_of(c), ()), c.tflops or 120), memory(sizes, plan)
         return (sum(one.values()) * steps * plan.ranks / 3600,
                 (min(c.checkpoints.keep, c.steps // c.eval_every + 1) + 1) * needs['checkpoint'] + needs['best'])
-    asked = sum(min(c.questions or math.inf, _QUESTIONS.get(n, 500)) for n in set_names(c.data))
+    known = _TRAINING if c.split == 'train' else _QUESTIONS
+    asked = c.tries * sum(min(c.questions or math.inf, known.get(n, 500)) for n in set_names(c.data))
     plan, most = TrainingPlan(ranks=c.ranks, width=2, gpu=True), c.max_tokens // 2
-    return step_seconds(sizes, plan, Load(asked * most, most), 120)['acting'] * c.ranks / 3600, 3e4 * asked
+    hours = step_seconds(sizes, plan, Load(asked * most, most), 120)['acting'] * c.ranks / 3600
+    return hours, (3e4 if c.tries == 1 else 200.) * asked
 
 def plan_table(works):  # list of Work
     "What is done, running or missing, and what it costs: a pandas DataFrame, a row for each folder."
@@ -402,9 +426,21 @@ def plan_lines(works):
             + f'; {unknown} without a price: the sizes of their model are not here' * bool(unknown)]
 
 # %% ../../nbs/papers/84_papers.ipynb #w012
+def _make_here(work):
+    "Make a work in this process, its words going to its log: dict as `run_jobs` gives it. To begin one takes longer."
+    work.folder.mkdir(parents=True, exist_ok=True)
+    with open(work.folder/'log.txt', 'w', encoding='utf-8') as log, redirect_stdout(log), redirect_stderr(log):
+        try: code = importlib.import_module('credit_rl.command').main(work.words + work.resumed)
+        except SystemExit as e: code = e.code
+        except Exception: code = traceback.print_exc() or 1
+        if isinstance(code, str): print(code)
+    if code == 130: raise KeyboardInterrupt
+    return {} if work.done and not code else {work: last_words(work.folder)}
+
 def make_works(
-    works,      # list of Work, in order
-    say=print,  # function called with lines of text
+    works,       # list of Work, in order
+    say=print,   # function called with lines of text
+    here=False,  # True: in this process, one after another, as small ones are
 ):
     """Make what is missing. Returns {Work: error} of those that failed. Raises ValueError on a folder of another
     lineage."""
@@ -419,9 +455,11 @@ def make_works(
         if held := [w for w in work.after if not w.done]:
             failed[work] = f'{held[0].name} is not there'
             continue
-        resume = ['resume=true'] if work.method in ('train', 'warmup') and (work.folder/'params.yaml').exists() else []
-        command = [sys.executable, '-m', 'credit_rl.command', *work.words, *resume]
-        failed |= run_jobs([work], lambda _: command, 1, threads, say)
+        if here:
+            failed |= _make_here(work)
+            say(f'{work.name}: {failed.get(work, "done")}')
+        else: failed |= run_jobs([work], lambda w: [sys.executable, '-m', 'credit_rl.command', *w.words, *w.resumed], 1,
+                                 threads, say)
     return failed
 
 # %% ../../nbs/papers/84_papers.ipynb #r004

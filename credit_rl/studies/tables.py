@@ -331,9 +331,11 @@ def _colours(rows):
     return own
 
 def _add_legend(fig, axes):
-    "One legend for all panels, below them."
+    "One legend for all panels, below them, as many columns as they are wide."
+    for ax in axes: ax.title.set_fontsize(7.5)
     named = {label: h for ax in axes for h, label in zip(*ax.get_legend_handles_labels())}
-    fig.legend(named.values(), named, loc='outside lower center', ncols=min(3, len(named)), frameon=False, fontsize=8)
+    columns = max(1, min(3, int(fig.get_figwidth() * 14 / (6 + max(map(len, named), default=0)))))
+    fig.legend(named.values(), named, loc='outside lower center', ncols=columns, frameon=False, fontsize=8)
 
 def _curves(rows):
     "Metrics of runs under their labels, with what follows from them: DataFrame."
@@ -358,7 +360,7 @@ def curve_figure(
     logged = _curves(rows) if metrics else None
     for m in metrics:
         if m not in logged or (found := seed_curves(logged, m, x)).empty: raise ValueError(f'no run logged {m}')
-        panels.append((textwrap.fill({**METRICS, **_DERIVED}.get(m, m), 56), m.replace('_', ' '), x, found, ''))
+        panels.append((textwrap.fill({**METRICS, **_DERIVED}.get(m, m), 48), m.replace('_', ' '), x, found, ''))
     if sets:
         one = list(sets) == ['mean']
         values = [set_values(r, metric, None if one else sets) for r in rows]
@@ -371,8 +373,7 @@ def curve_figure(
     unit = {'step': 'training step', 'trained_tokens': 'trained tokens with credit'}
     for ax, (title, name, by, found, mark) in zip(axes, panels):
         curves(ax, found, colours, mark=mark)
-        ax.set_title(title, fontsize=7.5)
-        ax.set(ylabel=name, xlabel=unit.get(by, by))
+        ax.set(title=title, ylabel=name, xlabel=unit.get(by, by))
         ax.locator_params(nbins=5)
         if by == 'step': ax.xaxis.get_major_locator().set_params(integer=True)
     _add_legend(fig, axes)
@@ -416,6 +417,7 @@ def _length_figure(rows):
     table, (fig, axes) = pd.DataFrame(found), _panels(1, 4.4)
     curves(axes[0], table.groupby(['method', 'x'], sort=False).y.mean().reset_index(), _colours(rows))
     axes[0].set(xlabel='training step', ylabel='tokens of a rollout, observations counted')
+    axes[0].xaxis.get_major_locator().set_params(integer=True)
     _add_legend(fig, axes)
     return fig
 
@@ -464,7 +466,8 @@ def _advantage_figure(rows):
     for ax, (name, own) in zip(axes, found.items()):
         ax.hist(own, 41, range=(-limit, limit), color=colours[name])
         ax.axvline(0, color='black', lw=.6)
-        ax.set(title=f'{name}: {len(own):,} tokens', xlabel='advantage of a token', ylabel='tokens')
+        ax.set(xlabel='advantage of a token', ylabel='tokens')
+        ax.set_title(f'{name}: {len(own):,} tokens', fontsize=7.5)
         ax.locator_params(nbins=5)
     return fig
 
@@ -559,21 +562,19 @@ def _state_figure(
     return fig
 
 # %% ../../nbs/papers/85_tables.ipynb #u023
-def _answers(folder, name):
-    "Rows of a set of an evaluation with `right`, by what the set is reported by: list of dict."
-    metric = read_scores(folder)[name]['metric']
-    return [{**row, 'right': row[metric]} for row in read_turns(folder/name)]
+def _answers(row):
+    """Rows of an evaluation, or of a pool, with `right`, by what a set is reported by, of a pool its mean: list of
+    (set, dict)."""
+    place = row.test or row.run
+    return [(name, {**r, 'right': r[scores['metric']]}) for name, scores in read_scores(place).items()
+            for r in read_turns(place/name, pool=True)]
 
-def _tiers(rows, tries=5):
-    """Tiers of the questions that evaluations tried at least so often, 2 where any try was right, else 1: dict
-    (set, id) → tier."""
-    found = {}
-    for row in rows:
-        for name in read_scores(row.test):
-            for r in _answers(row.test, name): found.setdefault((name, r['id']), []).append(r['right'])
-    tiers = {k: 1 + any(x) for k, x in found.items() if len(x) >= tries}
-    if not tiers: raise ValueError(f'no question was tried {tries} times without tools')
-    return tiers
+def _tiers(rows):
+    "Tiers of the questions of pools, 2 where any of five tries was right, else 1: dict (set, id) → tier."
+    for place in (row.run/name for row in rows for name in read_scores(row.run)):
+        if (tries := read_manifest(place)['decoding'].get('tries', 1)) < 5:
+            raise ValueError(f'{place} has {tries} tries at a question, wanted five: credit-rl pool tries=5')
+    return {(name, r['id']): 1 + (r['right'] > 0) for row in rows for name, r in _answers(row)}
 
 def _tier_table(rows):
     """Share of the questions of each set that a model does not know without tools, of five tries (CARL table 1): a
@@ -587,22 +588,21 @@ def _tier_table(rows):
     return pd.DataFrame(columns)
 
 def _asking_rates(
-    rows,         # the label `tries` is that of the tries without tools
+    rows,         # the label `tries` is that of a pool; `tries 7B` is one for the labels that begin so, `7B CARL`
     sets=None,    # names of the sets that count; None: all
 ):
     """Who calls a tool, who is right, and who answers wrong, by tier (CARL tables 3 and 19): a pandas DataFrame, means
     over the seeds of each label."""
     labels = _by_label(rows)
-    tiers = _tiers(labels.pop('tries'))
+    pools = {n[6:]: _tiers(labels.pop(n)) for n in [*labels] if n.split()[0] == 'tries'}
     def of(row):
-        found = {1: [], 2: []}
-        for name in read_scores(row.test):
-            for r in _answers(row.test, name) if sets is None or name in sets else ():
-                if (name, r['id']) in tiers: found[tiers[name, r['id']]].append(r)
+        found, tiers = {1: [], 2: []}, pools.get(row.label.split()[0], pools.get(''))
+        for name, r in _answers(row):
+            if (sets is None or name in sets) and (name, r['id']) in tiers: found[tiers[name, r['id']]].append(r)
         share = lambda tier, what: sum(map(what, found[tier])) / len(found[tier]) if found[tier] else math.nan
         return {**{f'tool rate, tier {t}': share(t, lambda r: r['calls'] > 0) for t in (1, 2)},
                 **{f'EM, tier {t}': share(t, lambda r: r['right']) for t in (2, 1)},
-                'wrong answers, tier 1': share(1, lambda r: bool(r['answer_rate']) and not r['right']),
+                'wrong answers, tier 1': share(1, lambda r: r['answer_rate'] - r['right']),
                 'questions, tier 1': len(found[1]), 'questions, tier 2': len(found[2])}
     return _means([row for own in labels.values() for row in own], of)
 
@@ -762,7 +762,7 @@ def _entry_lines(
     said, table = report(entry.paper, entry.name), hasattr(drawing, 'to_string')
     lines = [f'== {entry.paper}, {entry.name}: {entry.title}', *[f'differs: {entry.differs}'] * bool(entry.differs)]
     if said is not None: lines += ['the paper:', said if isinstance(said, str) else said.round(4).to_string()]
-    if table: lines += ['these runs:', drawing.to_string(float_format=lambda x: f'{x:.4g}')]
+    if table: lines += ['these runs:', drawing.to_string(float_format=lambda x: f'{x:.4g}', max_colwidth=60)]
     elif out is None: lines.append('a figure: give --out FOLDER')
     if out:
         path = Path(out)/f'{entry.paper}_{entry.name}{".csv" if table else ".png"}'.replace(' ', '_')
@@ -779,11 +779,11 @@ def _reproduce(entry, given, over):
         print(f'== {entry.paper}, {entry.name}: it asks a judge, so it is left out of --small\n')
         return True
     if given.run:
-        failed = make_works(all_works(rows))
+        failed = make_works(all_works(rows), here=given.small)
         for work, why in failed.items(): print(f'{work.name} FAILED: {why}', flush=True)
         if failed: return False
-    if given.draw: print('\n'.join(_entry_lines(entry, rows, given.out)), end='\n\n')
-    elif not given.run:
+    if given.draw and entry.draw: print('\n'.join(_entry_lines(entry, rows, given.out)), end='\n\n')
+    elif not given.run or not entry.draw:
         print(f'== {entry.paper}, {entry.name}: {entry.title}; {entry.state}'
               + f': {entry.differs}' * bool(entry.differs) + f'\n{entry.command}' * bool(entry.command))
         if rows: print('\n'.join(plan_lines(all_works(rows))), end='\n\n')

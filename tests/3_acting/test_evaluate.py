@@ -808,6 +808,7 @@ def test_a_pool_keeps_answers_goes_on_and_tells_tiers_by_any_metric(tmp_path, mo
         assert found == {(q.source, q.id): 1 + any(right(a, q.answers) for a in r['answers']) for q, r in
                          zip(questions, sorted(rows, key=lambda r: [q.id for q in questions].index(r['id'])))}
     assert set(found.values()) == {1, 2} and len(pool_tiers(folder, questions[:1])) == 1
+    assert pool_tiers([folder.parent, whole], questions, metric) == found
     with pytest.raises(ValueError, match='prompt'): pool_tiers(folder, questions, asked='other')
     more = [*questions, dataclasses.replace(questions[0], id='other')]
     with pytest.raises(ValueError, match='lacks 1 of'): pool_tiers(folder, more)

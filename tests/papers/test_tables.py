@@ -22,6 +22,7 @@ from credit_rl.studies.papers import (PAPERS, RunRow, all_works, entries, find_e
                                       read_paper, report, reported_table)
 from credit_rl.studies.tables import DRAWINGS, draw_rows, score_table
 from credit_rl.trajectory import Group, example_group, to_json
+from credit_rl.warmup import pool_tiers, read_collected
 from made_runs import BIG, SEVEN, SMALL, answered, assessed, evaluated, judged, made
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -46,7 +47,8 @@ def test_no_table_and_no_figure_is_missing():
                  for r in (of if isinstance(of, list) else [of])}
         warm = {r.get('warm') for r in spec['runs'].values()} | {r['teacher.model']['run'] for r in spec['runs'].values()
                                                                   if isinstance(r.get('teacher.model'), dict)}
-        assert named | warm - {None} == {*spec['runs']}                  # each run that is specified is one of an entry
+        pools = {name for r in spec['runs'].values() if 'warmup' in r for name in r.get('pool', ())}
+        assert named | pools | warm - {None} == {*spec['runs']}          # each run that is specified is one of an entry
     assert {e.draw for p in PAPERS for e in entries(p)} - {''} == {*DRAWINGS}
     assert all(bool(e.draw) == bool(e.rows) for p in PAPERS for e in entries(p))
 
@@ -130,8 +132,19 @@ def test_a_folder_says_what_is_set_over_its_file():
     warm = {r.label: next((w for w in r.works if w.method == 'warmup'), None) for r in carl}
     assert warm['7B CARL, cold'] is None and warm['7B CARL, random'].config.must_pass is False
     (row,) = [r for r in carl if r.label == '3B Search-R1 PPO, random']
-    assert f'critic.warmed={row.works[0].folder}' in row.works[1].words and row.works[0].config.model == SMALL
+    assert f'critic.warmed={row.works[2].folder}' in row.works[3].words and row.works[2].config.model == SMALL
     assert sum(r.label == '7B CARL, curated' for r in carl) == 3                            # seeds
+    # what is known without tools is asked once a model, and read by warm-ups, logs, and what a run is examined on
+    works = all_works(carl) + all_works(plan_entry(find_entry('carl', 'table 16'), 'x'))
+    asked = [str(w.folder) for w in dict.fromkeys(works) if w.method == 'pool']
+    assert len(asked) == 4 and sum('split=train' in place for place in asked) == 2
+    for w in works:
+        if w.method == 'competence': assert set(w.settings['pool']) < set(asked)
+        if w.method not in ('train', 'warmup'): continue
+        own = [place for place in asked if Path(w.config.model).name in place]
+        if w.method == 'warmup': assert w.config.pool == own and len(own) == 2
+        elif w.config.critic.warmed: assert w.config.log.pool == own[0]
+    assert plan_lines(works)
 
 
 def test_what_it_costs():
@@ -188,11 +201,31 @@ def test_a_small_entry_goes_through_and_goes_on(paper, name, tmp_path, capfd):
     assert draw_rows(replace(entry, arguments={**entry.arguments, 'against': {}}), rows)[0].seeds.tolist() == [1]
 
 
+# Entries that take a minute together; `make small` has all.
+CHEAP = {'tips': ('table 10', 'table 12', 'figure 5', 'figure 12'), 'tspo': ('table 2', 'figure 6'),
+         'igpo': ('figure 1', 'figure 4'),
+         'prs': ('figure 5',), 'carl': ('table 1', 'table 4', 'table 12')}
+
+
+@pytest.mark.parametrize('paper', CHEAP)
+@pytest.mark.long
+def test_small_entries_are_made_and_drawn(paper, tmp_path):
+    """Before, no entry of CARL went through: its 20 mini-batches are more than the rollouts of a small step."""
+    given = ['--small', '--run', '--draw', '--runs', str(tmp_path), '--out', str(tmp_path / 'out')]
+    assert main(['reproduce', paper, *CHEAP[paper], *given]) == 0
+    assert len([*(tmp_path / 'out').iterdir()]) == len(CHEAP[paper])
+    if paper == 'carl':                                       # its warm-up has the tiers of the pool, and asks nothing
+        (pool,), warm = tmp_path.glob('pool,model=tiny_carl*'), tmp_path / 'carl_qwen2.5_7b,warmup'
+        data = read_collected(warm / 'rollouts-train.jsonl.gz')
+        found = pool_tiers(pool, data.questions)
+        assert data.tier.tolist() == [found[q.source, q.id] for q in data.questions] and {*found.values()} == {1, 2}
+
+
 def test_the_verbs(capsys, tmp_path):
     assert main(['reproduce', 'tspo', 'table 4', '--runs', str(tmp_path)]) == 0
     said = capsys.readouterr().out
     assert '0 of 9 done' in said and 'tspo_qwen2.5_3b,strategy=none' in said
-    assert main(['reproduce', 'tspo', 'figure 3']) == 0 and 'not measured' in capsys.readouterr().out
+    assert main(['reproduce', 'tspo', 'figure 3', '--run', '--draw']) == 0 and 'not measured' in capsys.readouterr().out
     with pytest.raises(SystemExit, match='no row is made'): main(['tables', 'tspo', 'table 4', '--runs', str(tmp_path)])
     with pytest.raises(SystemExit, match='numbered'): main(['reproduce', 'tips', 'table 7'])
 
@@ -333,15 +366,17 @@ def test_groups_without_advantage_are_counted():
 def test_tiers_are_of_five_tries_set_by_set(tmp_path):
     "CARL tables 1, 3 and 19."
     asked, known = {'hotpotqa': ['a', 'b', 'c', 'd'], 'gsm8k': ['e', 'f']}, {'a', 'e', 'f'}
-    tries = [RunRow('tries', None, answered(tmp_path / f'try-{i}', BIG, {
-        name: [(q, i == 4 and q in known, 0, True) for q in ids] for name, ids in asked.items()})) for i in range(5)]
-    assert drawn('carl', 'table 1', tries)['tier 1, tries'].to_dict() == {'hotpotqa': .75, 'gsm8k': 0}
-    with pytest.raises(ValueError, match='tried'): drawn('carl', 'table 1', tries[:4])
+    tries, few = [RunRow('tries', answered(tmp_path / f'{n} tries', BIG, {
+        name: [(q, .2 * (q in known), 0, .8) for q in ids] for name, ids in asked.items()}, tries=n)) for n in (5, 4)]
+    assert drawn('carl', 'table 1', [tries])['tier 1, tries'].to_dict() == {'hotpotqa': .75, 'gsm8k': 0}
+    with pytest.raises(ValueError, match='tries'): drawn('carl', 'table 1', [few])
     played = {'hotpotqa': [('a', 1, 0, 1), ('b', 0, 1, 1), ('c', 1, 2, 1), ('d', 0, 0, 0), ('z', 0, 0, 1)],
               'gsm8k': [('e', 0, 0, 1)]}
-    row = drawn('carl', 'table 3', [*tries, RunRow('CARL', None, answered(tmp_path / 'eval', BIG, played))]).loc['CARL']
+    row = drawn('carl', 'table 3', [tries, RunRow('CARL', None, answered(tmp_path / 'eval', BIG, played))]).loc['CARL']
     assert (row['tool rate, tier 1'], row['tool rate, tier 2'], row['EM, tier 2']) == (2 / 3, 0, 1)
     assert row['wrong answers, tier 1'] == 1 / 3 and row['questions, tier 1'] == 3
+    alone = drawn('carl', 'table 19', [replace(tries, label='tries 7B'), replace(tries, label='7B base, no tools')])
+    assert alone['wrong answers, tier 1'].round(9).tolist() == [.8] and alone.index.tolist() == ['7B base, no tools']
 
 
 def test_hops_are_counted_over_three_sets(tmp_path):

@@ -43,19 +43,21 @@ def assessed(run, step, em=.5, sets=SEVEN):
     return evaluated(place, model, **dict.fromkeys(sets, em))
 
 
-def answered(folder, model, sets, baseline=None, greedy=True, hops=None):
-    """An evaluation with its rows: of each set a list of (id, right, calls, answered); hops: by set, id → number."""
+def answered(folder, model, sets, baseline=None, greedy=True, hops=None, tries=1):
+    """An evaluation with its rows: of each set a list of (id, right, calls, answered); hops: by set, id → number; with
+    tries a pool, whose rows have their means."""
     for name, rows in sets.items():
         right = [float(r) for _, r, *_ in rows]
         by = {}
         for i, r, *_ in rows if hops and name in hops else (): by.setdefault(str(hops[name][i]), []).append(float(r))
         log = RunLog(folder / name)
-        log.turns(0, [{'id': i, 'carl_em': float(r), 'calls': c, 'answer_rate': float(a)} for i, r, c, a in rows])
+        log.turns(0, [{'kind': 'evaluate' if tries == 1 else 'pool', 'id': i, 'carl_em': float(r), 'calls': c,
+                       'answer_rate': float(a)} for i, r, c, a in rows])
         scores = {'metric': 'carl_em', 'score': sum(right) / len(right), 'questions': len(rows),
                   'by_hops': {h: {'questions': len(x), 'score': sum(x) / len(x)} for h, x in by.items()}}
         (folder / name / 'scores.json').write_text(json.dumps(scores))
         (folder / name / 'manifest.json').write_text(json.dumps({
-            'model': {'name': model}, 'settings': {'model': model, 'baseline': baseline, 'greedy': greedy}}))
+            'model': {'name': model}, 'decoding': {'tries': tries}, 'settings': {'model': model, 'baseline': baseline, 'greedy': greedy}}))
     return folder
 
 
