@@ -358,7 +358,7 @@ def _check_metrics(names):  # iterable of str
         if name not in METRICS:
             near = difflib.get_close_matches(name, METRICS, n=1, cutoff=0)
             raise ValueError(f'unknown metric {name!r}; the nearest known one is {near[0]!r}. Add a definition with '
-                             'its unit to METRICS if it is new')
+                             'its unit to METRICS (02_runlog) if it is new')
 
 # %% ../nbs/machinery/02_runlog.ipynb #c024
 def plain_json(x):

@@ -539,6 +539,7 @@ def trl_run(
     from datasets import Dataset
     config = make_config(config) if isinstance(config, dict) else config
     if config.dry_run: raise ValueError('training under TRL has no dry_run')
+    # a new setting that only our loop reads joins these, or it would be passed over without a word
     usual = {'resume': False, 'lora': {}, 'engine': 'hf', 'learner': LearnerChoice(), 'ranks': 1, 'ahead': 0,
              'correction': Correction()}
     if given := [f'{n}={v!r}' for n, x in usual.items() if (v := getattr(config, n)) != x]:

@@ -24,6 +24,17 @@ def split(part, name=''):
     return part.splitlines(keepends=True) if is_text else part
 
 
+def joined(outputs):
+    "A cell's outputs, of which a stream's neighbours are one: a slow machine prints in pieces."
+    found = []
+    for output in outputs:
+        last = found[-1] if found else {}
+        if output['output_type'] == last.get('output_type') == 'stream' and output['name'] == last['name']:
+            last['text'] += output['text']
+        else: found.append(output)
+    return found
+
+
 def as_before(text, old):
     """A saved notebook's text in the form of an older one: what says the same stands as it stood there, and of the
     rest, counts, addresses in memory and what a program noted of itself are gone. Cells are known by their ids."""
@@ -34,6 +45,8 @@ def as_before(text, old):
     def read(text):
         notebook = nbformat.reads(text, as_version=4)
         clean_nb(notebook, allowed_cell_metadata_keys=get_config(path=ROOT).allowed_cell_metadata_keys.split())
+        for cell in notebook.cells:
+            if cell.cell_type == 'code': cell.outputs = joined(cell.outputs)
         return notebook
 
     def mend(new, was, stood):

@@ -214,8 +214,12 @@ def clean_outputs(nb, numbers):
 
 def executed(nb, numbers):
     "A library notebook shows what its cells gave."
-    return [] if nb.runs or not nb.exported or any(c.outputs for c in nb.code) else ['has no outputs: execute it '
-                                                                                     'before it is committed']
+    if nb.runs or not nb.exported: return
+    if not any(c.outputs for c in nb.code): yield 'has no outputs: execute it before it is committed'
+    for c in nb.code:
+        calls = [n.value.func for n in c.tree.body if isinstance(n, ast.Expr) and isinstance(n.value, ast.Call)]
+        if not c.outputs and 'eval' not in c.directives and any(getattr(f, 'id', '') == 'print' for f in calls):
+            yield f'prints and shows nothing: {c.source[:60]!r}'
 
 
 def run_notebook(nb, numbers):
@@ -326,6 +330,7 @@ BAD = [
     (clean_outputs, notebook('12_b', 'f()', outputs=[
         {'output_type': 'display_data', 'data': {'application/vnd.jupyter.widget-view+json': {}}}])),
     (executed, notebook('12_b', '#| export\nx = 1', 'x')),
+    (executed, notebook('12_b', '#| export\nx = 1', 'print(x)', outputs=output('1'))),
     (run_notebook, notebook('92_b', 'x = 1')),
     (run_notebook, notebook('92_b', 'x = 1', metadata={'tags': ['parameters']}, execution_count=3)),
     (run_notebook, notebook('92_b', 'def f(): pass', metadata={'tags': ['parameters']})),

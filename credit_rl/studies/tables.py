@@ -50,7 +50,10 @@ def set_values(
         of = {x['dataset']: {k: value(v) for k, v in x.items() if isinstance(v, dict) and metric in v} for x in found}
         whole = {n: own.pop('all') for n, own in of.items()}
         return {**(whole if len(of) > 1 else next(iter(of.values()))), 'mean': sum(whole.values()) / len(whole)}
-    found = {n: s[metric] for n, s in read_scores(row.test).items()}
+    scores = read_scores(row.test)
+    if lacking := [n for n, own in scores.items() if metric not in own]:
+        raise ValueError(f'{row.test} has no {metric!r} of {", ".join(lacking)}')
+    found = {n: s[metric] for n, s in scores.items()}
     if lacks := {*(sets or ())} - {*found}: raise ValueError(f'{row.test} lacks {", ".join(sorted(lacks))}')
     found = {n: found[n] for n in sets or found}
     return {**found, 'mean': sum(found.values()) / len(found)}

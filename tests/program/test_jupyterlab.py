@@ -61,14 +61,16 @@ def test_what_is_saved_has_the_form_that_it_had(root, name):
 
 
 def test_a_new_notebook_is_clean_and_a_changed_output_is_kept():
+    pieces = [nbformat.v4.new_output('stream', name='stdout', text=text) for text in ('a\n', 'b\n')]
     output = nbformat.v4.new_output('execute_result', {'text/plain': '2', 'image/png': 'abc\n'}, execution_count=7)
-    about = dict(id='a', execution_count=7, metadata={'scrolled': True, 'tags': ['x']}, outputs=[output])
+    about = dict(id='a', execution_count=7, metadata={'scrolled': True, 'tags': ['x']}, outputs=[*pieces, output])
     saved = nbformat.writes(nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell('1 + 1', **about)]))
     [cell] = json.loads(SAVED['as_before'](saved, json.dumps(SAVED['EMPTY'])))['cells']
     assert cell['metadata'] == {'tags': ['x']} and cell['execution_count'] is None and cell['source'] == ['1 + 1']
-    assert cell['outputs'][0]['data'] == {'text/plain': ['2'], 'image/png': 'abc'}
+    printed, shown = cell['outputs']
+    assert printed['text'] == ['a\n', 'b\n'] and shown['data'] == {'text/plain': ['2'], 'image/png': 'abc'}
     [again] = json.loads(SAVED['as_before'](saved.replace('"2"', '"3"'), saved))['cells']
-    assert again['outputs'][0]['data']['text/plain'] == ['3'] and again['metadata'] == {'scrolled': True, 'tags': ['x']}
+    assert again['outputs'][1]['data']['text/plain'] == ['3'] and again['metadata'] == {'scrolled': True, 'tags': ['x']}
 
 
 def test_make_export_writes_back_what_was_saved(checkout, run_python):
