@@ -590,7 +590,8 @@ def test_an_evaluation_plays_by_the_engine_of_the_training(name):
     assert all(told[key] == trained[key] for key in ('engine', 'dtype')) and told['engine'] == 'vllm'
     assert told.get('ranks', 1) == trained['ranks'] and told['vllm']['untried']
     known = {k: v for k, v in told.items() if k not in ('data', *options_in(JudgeChoice))}
-    rank = vllm_arguments(from_settings(Evaluation, known))
+    asked = from_settings(Evaluation, known)
+    rank = vllm_arguments(asked.dtype, asked.ranks, asked.vllm)
     assert rank['dtype'] == 'bfloat16' and rank['own_process']
 
 
