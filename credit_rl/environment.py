@@ -281,8 +281,10 @@ def as_played(
     new = {name: v for name, v in own.items() if name not in settings}
     if told := ', '.join(f'{n}={v!r}' for n, v in new.items() if v != options[n].default):
         (say or (lambda line: None))(f'as {folder} was played: {told}')
+    read = lambda v: Path(v).read_bytes() if v and Path(v).is_file() else v               # the same file elsewhere
     for name in own.keys() & settings.keys():
-        if say and str(settings[name]) != str(own[name]):
+        says = read if name == 'protocol' or name.startswith('prompt_files.') else str
+        if say and _map(settings[name], says) != _map(own[name], says):
             say(f'{name}={settings[name]!r} is given, but {folder} was played by {own[name]!r}')
     return {**settings, **new}
 
