@@ -167,16 +167,19 @@ real: $(VENV)/.ok-real
 	$(call part,5/5 the page)
 	@$(PY) -m credit_rl.view runs/real/tspo --rules tspo grpo outcome+folr/group
 
-# One's own questions and documents: the commands that `credit-rl new` says. What is over is not made again.
+# One's own questions and documents: the commands that `credit-rl new` says. What is over is not made again. Where it
+# chose the short protocol, the model is small and is taught first.
 FOLDER ?= mine
 CREDIT := $(PY) -m credit_rl.command
-ON     := --params $(FOLDER)/credit.yaml resume=true
+OWN    := $(FOLDER)/credit.yaml
+ON     := --params $(OWN) resume=true
 mine: $(VENV)/.ok-real
-	@ls $(FOLDER)/*/config.json > /dev/null 2>&1 || $(CREDIT) fetch smollm2 $(FOLDER)/model
-	@[ -e $(FOLDER)/credit.yaml ] || $(CREDIT) new $(FOLDER)
-	@$(CREDIT) demos $(ON) run=$(FOLDER)/runs/demos questions=48
-	@$(CREDIT) sft $(ON) run=$(FOLDER)/runs/sft sft.demos=$(FOLDER)/runs/demos sft.epochs=1 sft.batch=8 sft.learning_rate=3.0e-4
-	@$(CREDIT) train $(ON) model=$(FOLDER)/runs/sft/model
+	@[ -e $(OWN) ] || $(CREDIT) new $(FOLDER)
+	@! grep -q '^model: models/smollm2' $(OWN) || $(CREDIT) fetch smollm2
+	@! grep -q '^protocol: .*short.yaml' $(OWN) || $(CREDIT) demos $(ON) run=$(FOLDER)/runs/demos questions=48
+	@! grep -q '^protocol: .*short.yaml' $(OWN) || $(CREDIT) sft $(ON) run=$(FOLDER)/runs/sft sft.demos=$(FOLDER)/runs/demos \
+	    sft.epochs=1 sft.batch=8 sft.learning_rate=3.0e-4
+	@$(CREDIT) train $(ON) $$(! grep -q '^protocol: .*short.yaml' $(OWN) || echo model=$(FOLDER)/runs/sft/model)
 
 # COMPARE holds the arguments of `python -m credit_rl.compare`.
 COMPARE ?= --methods tspo grpo --seeds 101 102 103 --params runs/params/demo.yaml --out runs/compare_demo \

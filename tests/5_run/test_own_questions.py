@@ -103,7 +103,8 @@ def test_the_page_on_own_data_runs_as_it_stands(place, root, tmp_path, monkeypat
     first, second = ([line.split('#')[0].split()[1:] for line in block.splitlines()]
                      for block in re.findall(r'```bash\n(.*?)\n```', page, re.S))
     made = subprocess.run(['make', '-n', '-o', '.venv/.ok-real', 'mine'], cwd=root, text=True, stdout=subprocess.PIPE).stdout
-    named = [{*line.split()[3:]} for line in made.splitlines() if 'credit_rl.command' in line]     # make mine does the same
+    said = [line.split('credit_rl.command ')[1] for line in made.replace('\\\n', '').splitlines() if '.command ' in line]
+    named = [{*re.sub(r'\$\(.* echo (.*)\)', r'\1', line).split()} for line in said]                # make mine does the same
     assert [words - {'resume=true'} for words in named[2:]] == [{*words} for words in first[1:]]
     shutil.copytree(place, tmp_path / 'mine')
     monkeypatch.chdir(tmp_path)
