@@ -8,13 +8,14 @@ __all__ = ['PAPERS', 'SEVEN', 'papers_folder', 'read_paper', 'Entry', 'entries',
            'paper_numbers', 'paper_sentences', 'reported_table', 'report']
 
 # %% ../../nbs/papers/84_papers.ipynb #t002
-import dataclasses, importlib, json, math, os, re, shlex, sys, traceback
+import dataclasses, importlib, json, math, os, re, shlex, signal, sys, traceback, zlib
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
 import yaml
+from ..dry_run import kept_bytes
 from ..environment import as_played
 from ..estimate import Load, TrainingPlan, likely_load, memory, read_sizes, step_seconds
 from ..evaluate import Evaluation, check_evaluation, read_manifest, read_scores, set_names
@@ -249,9 +250,10 @@ class RunRow:
         return [f'{w.folder}: {w.state}' for w in self.works if w.state != 'done']
 
 def _folder_name(file, changes):  # str; dict
-    "A folder's name, by a file and what is set over it: str."
+    "A folder's name, by a file and what is set over it, cut to 80 characters where there is much: str."
     text = lambda v: Path(v).name if isinstance(v, str) else re.sub(r'[^\w.+-]+', '_', json.dumps(v)).strip('_')
-    return ','.join([file, *(f'{n.removeprefix("options.")}={text(v)}' for n, v in changes.items() if n not in _FREE)])
+    name = ','.join([file, *(f'{n.removeprefix("options.")}={text(v)}' for n, v in changes.items() if n not in _FREE)])
+    return name if len(name) <= 80 else f'{name[:71]}~{zlib.crc32(name.encode()):08x}'
 
 class _Planner:
     "Makes the works of a paper's runs and tests."
@@ -400,7 +402,7 @@ def price(work):
         plan, steps = plan_of(c), getattr(c, 'warm_steps', c.steps)
         one, needs = step_seconds(sizes, plan, likely_load(load_of(c), ()), c.tflops or 120), memory(sizes, plan)
         return (sum(one.values()) * steps * plan.ranks / 3600,
-                (min(c.checkpoints.keep, c.steps // c.eval_every + 1) + 1) * needs['checkpoint'] + needs['best'])
+                kept_bytes(needs, min(c.checkpoints.keep, c.steps // c.eval_every + 1))[2])
     known = _TRAINING if c.split == 'train' else _QUESTIONS
     asked = c.tries * sum(min(c.questions or math.inf, known.get(n, 500)) for n in set_names(c.data))
     plan, most = TrainingPlan(ranks=c.ranks, width=2, gpu=True), c.max_tokens // 2
@@ -435,6 +437,7 @@ def _make_here(work):
         except Exception: code = traceback.print_exc() or 1
         if isinstance(code, str): print(code)
     if code == 130: raise KeyboardInterrupt
+    if code == 128 + signal.SIGTERM: sys.exit(code)
     return {} if work.done and not code else {work: last_words(work.folder)}
 
 def make_works(

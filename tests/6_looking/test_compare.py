@@ -212,11 +212,11 @@ run_jobs([Job('a', 1, pathlib.Path(sys.argv[1]))], lambda job: [sys.executable, 
 """
 
 
-@pytest.mark.parametrize('sign, times', [(signal.SIGKILL, 1), (signal.SIGINT, 2)], ids=['killed', 'interrupted'])
+@pytest.mark.parametrize('sign, times', [(signal.SIGKILL, 1), (signal.SIGINT, 2), (signal.SIGTERM, 2)], ids=str)
 def test_a_command_that_ends_early(tmp_path, root, sign, times):
     """Killed, it leaves its process running, and the next command waits for that instead of starting a second one in
     the same folder.
-    Interrupted, it ends its process, and the next command starts the run again."""
+    Interrupted or told to end, it ends its process, and the next command starts the run again."""
     job = Job('a', 1, tmp_path / 'a-1')
     begun = job.folder / 'begun'
     first = subprocess.Popen([sys.executable, '-c', SITTING, job.folder, PATIENT], cwd=root, stdout=subprocess.DEVNULL,
