@@ -62,7 +62,7 @@ def pytest_addoption(parser):
 
 # ---- which tests start processes ----
 
-STARTS = re.compile(r'\b(subprocess|Popen|papermill|start_new_kernel|run_python|Process)\b')
+STARTS = re.compile(r'\b(subprocess|Popen|papermill|start_new_kernel|run_python|Process|Started)\b')
 
 
 @functools.cache
@@ -270,6 +270,17 @@ def finished(tmp_path_factory):
             (folder.parent / 'lines').write_text('\n'.join(lines))
         return folder
     return run
+
+
+@pytest.fixture
+def start():
+    "A function that starts a module as a process of its own (`Started`); what is left of it is ended after the test."
+    from started import Started
+    with contextlib.ExitStack() as left:
+        def one(*command, **how):
+            left.callback((process := Started(*command, **how)).kill_all)
+            return process
+        yield one
 
 
 @pytest.fixture(scope='session')

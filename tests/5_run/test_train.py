@@ -12,7 +12,6 @@ import re
 import resource
 import shutil
 import signal
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -41,19 +40,10 @@ from credit_rl.trajectory import Group, Question, example_group, trajectory_from
 from credit_rl.view import show_rollout
 from credit_rl.warmup import WarmupRollouts
 from made_runs import BASE, SHORT
+from started import typed
 
 ROOT = Path(__file__).resolve().parents[2]
 SHORT = {**SHORT, 'steps': 4}
-
-
-def command(settings):
-    "The run as one types it."
-    return [sys.executable, '-m', 'credit_rl.train', *(f'{k}={json.dumps(v)}' for k, v in settings.items())]
-
-
-def on_a_cpu():
-    "The environment of a run on the CPU: the same numbers everywhere."
-    return {**os.environ, 'CUDA_VISIBLE_DEVICES': '', 'PYTHONUNBUFFERED': '1'}
 
 
 def test_of_the_best_checkpoint_the_weights_stay(tmp_path, monkeypatch):
@@ -145,13 +135,6 @@ def test_a_run_tells_how_it_goes(whole):
         if row['kind'] == 'train')
 
 
-@pytest.mark.long
-def test_the_same_settings_give_the_same_run(whole, tmp_path):
-    "Another process, in another folder: the same metrics and the same rollouts."
-    assert sit({**SHORT, 'run': str(tmp_path / 'again')}) == 0
-    assert_same(whole, tmp_path / 'again')
-
-
 @pytest.fixture
 def alone(finished):
     "A function of a method to the folder of a run with one attempt a question."
@@ -218,8 +201,10 @@ DEATHS = {
     ),
     'while the next step is played': lambda: deadly(Learner, 'step', 3),   # where playing runs ahead
 }
-# those that every run meets
-ANYWHERE = [death for death in DEATHS if 'third' not in death and 'next step' not in death]
+# those that every run meets; two of them by day
+BY_DAY = 'in the middle of the metrics of step 2, before its checkpoint', 'with everything done but the summary'
+ANYWHERE = [pytest.param(death, marks=[pytest.mark.nightly] * (death not in BY_DAY)) for death in DEATHS
+            if 'third' not in death and 'next step' not in death]
 
 
 def sitting(settings, death=None, rising=False):
@@ -258,38 +243,19 @@ def test_a_killed_run_ends_as_if_it_had_not_been(whole, tmp_path, death):
     assert_same(whole, tmp_path / 'killed')
 
 
-@pytest.mark.long
-def test_the_command_is_killed_and_resumed(whole, tmp_path):
-    settings = {**SHORT, 'run': str(tmp_path / 'killed')}
-    run = subprocess.Popen(command(settings), cwd=ROOT, env=on_a_cpu(), stdin=subprocess.DEVNULL,
-                           stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    for line in run.stdout:
-        if line.startswith('step 3/4'):
-            break
-    run.kill()
-    run.communicate()
-    assert run.returncode == -signal.SIGKILL
-    assert latest_checkpoint(tmp_path / 'killed')[0] == 2 and not (tmp_path / 'killed' / 'summary.json').exists()
-    assert sit({**settings, 'resume': True}) == 0
-    assert_same(whole, tmp_path / 'killed')
-
-
 @pytest.mark.skipif(not hasattr(resource, 'prlimit'), reason='limits of another process are set on Linux alone')
 @pytest.mark.long
-def test_a_disk_that_takes_no_more_ends_a_run_in_a_line(whole, tmp_path):
+def test_a_disk_that_takes_no_more_ends_a_run_in_a_line(start, whole, tmp_path):
     """Said are the file, what stands in the way and what stays; with room again the run goes on, to the very numbers
     of a whole one."""
     settings = {**SHORT, 'run': str(tmp_path / 'run')}
-    run = subprocess.Popen(command({**settings, 'track': ''}), cwd=ROOT, env=on_a_cpu(), stdin=subprocess.DEVNULL,
-                           stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    for line in run.stdout:
-        if line.startswith('base: EM'):                                # the first checkpoint is there
-            resource.prlimit(run.pid, resource.RLIMIT_FSIZE, (300_000, 300_000))
-            break
-    said = run.communicate()[0]
+    run = start('credit_rl.train', *typed({**settings, 'track': ''}), OMP_NUM_THREADS=None)
+    run.read_until('base: EM')                                         # the first checkpoint is there
+    resource.prlimit(run.pid, resource.RLIMIT_FSIZE, (300_000, 300_000))
+    code, said = run.end()
     kept = latest_checkpoint(tmp_path / 'run')[0]
     message = said.splitlines()[-1]
-    assert run.returncode == 1 and 'Traceback' not in said and not (tmp_path / 'run' / 'summary.json').exists(), said
+    assert code == 1 and 'Traceback' not in said and not (tmp_path / 'run' / 'summary.json').exists(), said
     assert message.startswith(f'credit_rl.train: the checkpoint {tmp_path}/run/checkpoints/step-00000{kept + 2} could '
                               'not be written (RuntimeError: '), said
     for words in ('GB free', 'the file size limit is 0.3 MB', 'earlier checkpoints are kept', 'resume=True'):
@@ -308,6 +274,7 @@ def test_another_failure_while_a_checkpoint_is_written_is_no_matter_of_the_disk(
 
 
 @pytest.mark.long
+@pytest.mark.nightly
 def test_killed_between_a_best_checkpoint_and_its_name(tmp_path):
     "The checkpoint that is the best so far is on the disk, but its name still points to the one before."
     assert sit({**SHORT, 'run': str(tmp_path / 'whole')}, rising=True) == 0
@@ -334,14 +301,6 @@ def idle(monkeypatch):
 
 
 @pytest.mark.long
-def test_a_finished_run_is_only_shown_again(whole, idle, tmp_path):
-    folder = shutil.copytree(whole, tmp_path / 'copy', symlinks=True)
-    before = {p: p.read_bytes() for p in folder.rglob('*') if p.is_file()}
-    assert train({**SHORT, 'run': str(folder), 'resume': True}) == folder
-    assert {p: p.read_bytes() for p in folder.rglob('*') if p.is_file()} == before
-
-
-@pytest.mark.long
 def test_a_finished_run_is_not_shown_as_another(whole, idle, tmp_path):
     folder = shutil.copytree(whole, tmp_path / 'copy', symlinks=True)
     with pytest.raises(ValueError, match="'tspo'"):
@@ -350,15 +309,6 @@ def test_a_finished_run_is_not_shown_as_another(whole, idle, tmp_path):
     del params['stop.collapse']                                             # as if an older version had made it
     (folder / 'params.yaml').write_text(yaml.safe_dump(params))
     assert train({**SHORT, 'run': str(folder), 'resume': True}) == folder
-
-
-@pytest.mark.long
-def test_more_steps_go_on_from_where_a_run_ended(whole, tmp_path):
-    "Two steps, then two more: the run of four. What the first sitting said at its end is gone."
-    settings = {**SHORT, 'run': str(tmp_path / 'longer')}
-    assert sit({**settings, 'steps': 2}) == 0
-    assert sit({**settings, 'resume': True}) == 0
-    assert_same(whole, tmp_path / 'longer')
 
 
 # ---- bad input ----
@@ -590,8 +540,7 @@ def test_a_dry_run_of_a_warm_up_plays_nothing(monkeypatch, tmp_path, capsys, spo
     settings = dict(model=spoken, max_tokens=8192, run=str(tmp_path / 'run'), data='hotpotqa',
                     path=str(ROOT / 'data' / 'hotpotqa_sample.json'), dev_questions=1, test_questions=1, questions=100,
                     protocol='carl', max_turns=4, per_tier=10, warm_steps=7, warm_least=5, dry_run=True)
-    typed = [f'{k}={json.dumps(v)}' for k, v in settings.items()]
-    preparing.main(typed)
+    preparing.main(typed(settings))
     said = capsys.readouterr().out
     # 101 · 5 tries, and of train and dev 20 each under 3 prompts
     for words in (f'{read_sizes(spoken).parameters:,} parameters', 'memory of a rank, at least', '7 steps',
@@ -799,8 +748,8 @@ def played(rows):
     return [trajectory_from_json(row['trajectory']) for row in rows]
 
 
-@pytest.mark.parametrize('method, more', [('grpo', {}), ('grpo', {'recompute': True}), ('igpo', {'recompute': True}),
-                                          ('tips', {}), ('ppo', {'critic': 'shared'})])
+@pytest.mark.parametrize('method, more', [
+    ('grpo', {'recompute': True}), ('igpo', {'recompute': True}), ('tips', {}), ('ppo', {'critic': 'shared'})])
 def test_what_is_measured_changes_no_update(quiet, method, more):
     "The same weights after two steps and the same metrics, with and without; what was asked for is there besides."
     runs = [quiet(method=method, **asked, **more)[0] for asked in ({}, {'measure': ['belief', 'entropy']})]
@@ -867,7 +816,7 @@ def listened(folder, **settings):
 
 
 @pytest.mark.parametrize('settings, believes', [
-    ({'method': 'igpo'}, True), ({'method': 'tips'}, True), ({'method': 'grpo', 'measure': ['belief']}, True),
+    ({'method': 'igpo'}, True), ({'method': 'tips'}, True),
     ({'method': 'igpo', 'options': {'schema': 'igpo'}}, False),
     ({'method': 'tips', 'options': {'schema': 'tips'}}, False),
     ({'method': 'igpo', 'gold_schema': ['<answer> ', '']}, False)], ids=str)
@@ -959,7 +908,8 @@ def test_a_kept_potential_is_the_one_that_is_paid():
 
 
 # of each kind of rule: groups, turns, critics of tokens and of turns
-@pytest.mark.parametrize('method', ['tspo', 'vspo', 'ppo', 'turn-ppo'])                # one of each kind of rule
+@pytest.mark.parametrize('method', ['tspo', 'ppo', *(pytest.param(name, marks=pytest.mark.nightly)
+                                                     for name in ('vspo', 'turn-ppo'))])
 def test_tokens_with_credit_of_every_step(quiet, method):
     "Those of the turns whose advantage is not 0, once in each of two epochs; nothing is counted before the first step."
     run, rows = quiet(method=method, epochs=2)

@@ -15,7 +15,7 @@ import yaml
 from scipy import stats
 
 from credit_rl import compare
-from credit_rl.compare import (common_seeds, effort_table, find_runs, load_runs, main, markdown_table,
+from credit_rl.compare import (common_seeds, effort_table, load_runs, main, markdown_table,
                                dev_area, learning_curves, paired_differences, plan_jobs, replay, sampled_right,
                                seed_curves)
 from credit_rl.jobs import Job, run_jobs
@@ -348,14 +348,6 @@ def test_what_cannot_be_paired_is_refused(tmp_path):
         load_runs([tmp_path / 'tspo-2', tmp_path / 'again' / 'tspo-2'])
 
 
-def test_options_make_a_method_of_its_own(tmp_path):
-    made_up(tmp_path, 'tspo', 1, .5)
-    made_up(tmp_path / 'other', 'tspo', 1, .6, params={'options': {'alpha': .5}})
-    folders = [*find_runs(tmp_path), *find_runs(tmp_path / 'other')]
-    assert set(load_runs(folders).method) == {'tspo', 'tspo (alpha=0.5)'
-                                              } and '| tspo (alpha=0.5) | 1 |' in markdown_table(folders)
-
-
 def test_variants_are_called_as_the_sweep_calls_them(tmp_path):
     "Two variants may differ in settings that are no options, such as how often a teacher is refreshed."
     for job in plan_jobs(['tips', 'tips-every4'], [7],
@@ -398,17 +390,6 @@ def test_a_replay_finds_the_numbers_again_and_notices_others(tmp_path, finished,
     found = replay(tmp_path / 'grpo-0')
     assert not found['agrees'] and found['metric'] == 'reward' and abs(found['gap'] - .01) < 1e-6
     assert main(['--replay', '1', '--out', str(tmp_path)]) == 1 and 'grpo-0: DIFFERS' in capsys.readouterr().out
-
-
-def test_curves_keep_to_where_every_seed_has_been(tmp_path):
-    made_up(tmp_path, 'grpo', 1, steps=4)
-    made_up(tmp_path, 'grpo', 2, steps=8, finished=False)
-    made_up(tmp_path, 'tspo', 1, steps=8)
-    curves = seed_curves(load_runs(tmp_path))
-    assert curves.groupby('method').x.max().to_dict() == {'grpo': 4, 'tspo': 8} and curves.groupby(
-        ['method', 'x']).seed.count()['grpo'].eq(2).all()
-    by_rollouts = seed_curves(load_runs(tmp_path), x='trajectories')
-    assert by_rollouts[by_rollouts.method == 'tspo'].x.tolist() == [8 * step for step in range(9)]
 
 
 def test_curves_by_trained_tokens(tmp_path):

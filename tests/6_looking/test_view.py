@@ -86,13 +86,6 @@ def test_any_text_is_shown_whole(action, observation):
         assert re.sub(r'\s', '', said) in re.sub(r'\s', '', text)
 
 
-def test_tags_stay_readable():
-    text = read(show_group(example_group()))
-    for t in example_group().trajectories:
-        for turn in t.turns:
-            assert turn.action_text in text and turn.observation_text in text
-
-
 def test_missing_and_zero_advantages_are_told_apart():
     t = example_group().trajectories[1]
     shown = show_rollout(t, [NAN, 0.0, -0.0, None])

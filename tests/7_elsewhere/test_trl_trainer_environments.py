@@ -1,7 +1,5 @@
 """TRL's own rollouts in our environment: TRL itself plays, by the stored tiny base, and what it played is read,
 credited and learned from as our own."""
-import json
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest

@@ -7,7 +7,7 @@ import torch
 import yaml
 
 from credit_rl.parameters import make_parser, read_settings
-from credit_rl.runlog import RunFolders, RunLog, load_yaml, read_params, read_yaml
+from credit_rl.runlog import RunFolders, RunLog, read_params, read_yaml
 from credit_rl.settings import make_config
 
 
@@ -34,12 +34,6 @@ def test_a_key_twice_in_a_typed_value_is_refused():
 def test_a_file_that_papermill_reads_is_refused_too(tmp_path):
     (tmp_path / 'p.yaml').write_text('steps: 70\nsteps: 7\n')
     with pytest.raises(yaml.YAMLError, match="'steps'"): RunFolders.read(tmp_path / 'p.yaml')
-
-
-def test_merged_keys_and_keys_of_several_mappings_are_no_doubles():
-    text = 'a: &x {b: 1, c: 2}\nd: {<<: *x, b: 3}\ne: {b: 1}\n'
-    assert load_yaml(text) == {'a': {'b': 1, 'c': 2}, 'd': {'b': 3, 'c': 2}, 'e': {'b': 1}}
-    assert load_yaml('') is None and load_yaml('1e-3') == '1e-3'
 
 
 @pytest.mark.parametrize('seed', [2 ** 64, 10 ** 30, -2 ** 63 - 1])

@@ -1,10 +1,6 @@
 """53_sharded: a learner behind DeepSpeed takes the plain one's steps, at every ZeRO stage, on one rank and on two."""
 import importlib.util
 import os
-import socket
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,45 +10,16 @@ if not importlib.util.find_spec('deepspeed'):
     pytest.skip('deepspeed is not installed: pip install credit_rl[train]', allow_module_level=True)
 
 import deepspeed_steps
+from started import on_ranks
 
 from credit_rl.layout import pack
 from credit_rl.learner import deal
 from credit_rl.tiny import tiny_tokenizer
 
-# ranks: the stages they run; those without pieces of weights or gradients in the nightly job
-STAGES = {1: (2, 3), 2: (0, 1, 2, 3) if os.environ.get('NIGHTLY') else (2, 3)}
+# ranks: the stages they run; those without pieces of weights or gradients, and one rank at stage 2, in the nightly job
+STAGES = {1: (2, 3), 2: (0, 1, 2, 3)} if os.environ.get('NIGHTLY') else {1: (3,), 2: (2, 3)}
 RUNS = [(ranks, stage) for ranks, stages in STAGES.items() for stage in stages]
 pytestmark = pytest.mark.long
-HANG = 540   # seconds after which a launch is ended: less than a test is given
-
-
-def launch(ranks, folder, other):
-    "Run the steps on some ranks: what each rank found. Judged by the files they write, for gloo may fall over at exit."
-    with socket.socket() as free:
-        free.bind(('127.0.0.1', 0))
-        port = free.getsockname()[1]
-    out, log = folder / 'out.pt', folder / 'log.txt'
-    command = [
-        sys.executable, '-m', 'torch.distributed.run', '--nproc_per_node', ranks, '--master_addr', '127.0.0.1',
-        '--master_port', port,
-        Path(deepspeed_steps.__file__), out, other, *STAGES[ranks]
-    ]
-    with open(log, 'w') as f:
-        process = subprocess.Popen(
-            list(map(str, command)), stdin=subprocess.DEVNULL, stdout=f, stderr=subprocess.STDOUT, env={
-                **os.environ, 'OMP_NUM_THREADS': '1', 'PYTHONUNBUFFERED': '1',
-                **({'GLOO_SOCKET_IFNAME': 'lo'} if sys.platform == 'linux' else {})
-            })
-        try: process.wait(HANG)
-        except subprocess.TimeoutExpired: pass
-        finally:
-            if process.poll() is None:
-                process.terminate()  # torchrun ends its ranks
-                try: process.wait(60)
-                except subprocess.TimeoutExpired: process.kill()
-    files = [Path(f'{out}.{rank}') if rank else out for rank in range(ranks)]
-    assert all(map(Path.exists, files)), f'{ranks} ranks left no result:\n{log.read_text()[-6000:]}'
-    return [torch.load(file, weights_only=True) for file in files]
 
 
 @pytest.fixture(scope='module')
@@ -72,7 +39,7 @@ def results(tmp_path_factory, one_thread):
         if not done:
             alone, both = (tmp_path_factory.mktemp(f'ranks{n}') for n in (1, 2))
             found = deepspeed_steps.at_stages(STAGES[1], alone / 'out.pt', offload=('reference', 'teacher'))
-            done[2] = launch(2, both, alone / 'out.pt')
+            done[2] = on_ranks(deepspeed_steps.__file__, 2, both / 'out.pt', alone / 'out.pt', *STAGES[2])
             for stage in STAGES[1]:
                 found[stage] |= deepspeed_steps.go_on(stage, f'{both / "out.pt"}-{stage}')
             done[1] = [found]

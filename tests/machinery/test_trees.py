@@ -1,11 +1,6 @@
 """Rows that share a prefix, read as a forest and in rows of their own: the same losses, gradients, whole steps."""
 import copy
 import importlib.util
-import os
-import socket
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -22,6 +17,7 @@ from credit_rl.scoring import AnswerTemplate, answer_logps, answer_logps_separat
 from credit_rl.trees import (CHUNK, Paths, attend_by_trees, check_tree, deal_nodes, node_numbers, path_attention, plant,
                              read_tree)
 from made_runs import SHORT
+from started import on_ranks
 
 SIZES = dict(vocab_size=40, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
              num_key_value_heads=2, head_dim=8, initializer_range=.3, max_position_embeddings=1024)
@@ -313,25 +309,12 @@ def test_steps_with_trees_are_those_without(critic, monkeypatch):
     assert sum(tree is not None for tree in forwards) >= 8          # and they were trees
 
 
-def launch(out, *stages):
-    "What two ranks of tree_steps found, rank 0's."
-    import tree_steps
-    with socket.socket() as free:
-        free.bind(('127.0.0.1', 0))
-        port = free.getsockname()[1]
-    command = [sys.executable, '-m', 'torch.distributed.run', '--nproc_per_node', 2, '--master_addr', '127.0.0.1',
-               '--master_port', port, tree_steps.__file__, out, *stages]
-    done = subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=540, env={
-        **os.environ, 'OMP_NUM_THREADS': '1', **({'GLOO_SOCKET_IFNAME': 'lo'} if sys.platform == 'linux' else {})})
-    assert Path(out).exists(), (done.stdout + done.stderr)[-6000:]
-    return torch.load(out, weights_only=True)
-
-
 @pytest.mark.skipif(not importlib.util.find_spec('deepspeed'), reason='pip install credit_rl[train]')
 def test_deepspeeds_steps_with_trees_are_the_plain_learners_without(tmp_path):
     import tree_steps
     from credit_rl.learner import PlainBackend
-    found, wanted = launch(tmp_path / 'out.pt', 0, 1, 2, 3), tree_steps.two_steps(PlainBackend(), False)
+    found = on_ranks(tree_steps.__file__, 2, tmp_path / 'out.pt', 0, 1, 2, 3)[0]
+    wanted = tree_steps.two_steps(PlainBackend(), False)
     assert sorted(found) == [0, 1, 2, 3]
     for stage in found: assert_same_steps(found[stage], wanted)
 

@@ -4,9 +4,6 @@ import dataclasses
 import html
 import json
 import math
-import os
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 
@@ -28,6 +25,7 @@ from credit_rl.trajectory import Group, Result, Stop, trajectory_from_json
 from credit_rl.view import show_rollout
 from papermilled import papermill, printed, shown
 from pieces import setup_of
+from started import typed
 
 ROOT = Path(__file__).resolve().parents[2]
 SAMPLE = ROOT / 'data' / 'hotpotqa_sample.json'
@@ -80,19 +78,17 @@ def check_run(run, model_folder, settings):
     return table
 
 
-def test_five_steps_on_the_sample_by_the_command_line(spoken, tmp_path):
+def test_five_steps_on_the_sample_by_the_command_line(spoken, tmp_path, run_python):
     settings = {**SHORT, 'path': str(SAMPLE), 'dev_questions': 1, 'test_questions': 2, 'kl': .01}
-    arguments = [f'{k}={json.dumps(v)}' for k, v in {**settings, 'run': str(tmp_path / 'run'), 'model': spoken}.items()]
-    done = subprocess.run([sys.executable, '-m', 'credit_rl.train', *arguments], cwd=tmp_path,
-                          env={**os.environ, 'CUDA_VISIBLE_DEVICES': ''}, stdin=subprocess.DEVNULL,
-                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    assert done.returncode == 0, done.stdout
+    words = typed({**settings, 'run': str(tmp_path / 'run'), 'model': spoken})
+    said = run_python('-m', 'credit_rl.train', *words, cwd=tmp_path, env={'CUDA_VISIBLE_DEVICES': ''})
     # a hash of their words parts the six questions
-    assert '4 train, 1 dev, 1 test questions of hotpotqa' in done.stdout and 'step 5/5' in done.stdout
+    assert '4 train, 1 dev, 1 test questions of hotpotqa' in said and 'step 5/5' in said
     table = check_run(tmp_path / 'run', spoken, settings)
     assert table.updates[1:].eq(2).all() and table.loss[1:].notna().all()  # the KL term moves every trajectory
 
 
+@pytest.mark.nightly
 def test_five_steps_of_the_notebook_on_the_real_set(spoken, data, tmp_path):
     """`90_train` by papermill. Nobody is right, so there is nothing to compare; the KL term asks for an update in each
     mini-batch."""
@@ -130,13 +126,6 @@ def test_a_step_on_every_set(spoken, data, tmp_path, name):
     (step,) = [row for _, row in read_metrics(tmp_path / 'run').iterrows() if row.step == 1]
     assert step.updates == 2 and step.trajectories == settings['questions_per_step'] * settings[
         'group_size'] and math.isfinite(step.loss)
-
-
-def test_without_a_difference_an_outcome_alone_asks_for_no_update(spoken, data, tmp_path):
-    settings = {**SHORT, 'path': str(data / 'hotpotqa'), 'method': 'grpo', 'kl': None, 'steps': 2}
-    train({**settings, 'run': str(tmp_path / 'run'), 'model': spoken}, say=lambda line: None)
-    table = check_run(tmp_path / 'run', spoken, settings)
-    assert table.zero_advantage[1:].eq(1).all() and table.updates[1:].eq(0).all()
 
 
 def researcher(text, rng):

@@ -12,7 +12,7 @@ from papermilled import commands_of, outputs, papermill, printed, shown, typed
 from random_models import random_model
 
 from credit_rl.options import dotted
-from credit_rl.runlog import latest_checkpoint, read_metrics, read_turns
+from credit_rl.runlog import latest_checkpoint, read_metrics
 
 ROOT = Path(__file__).resolve().parents[2]
 SHORT = dict(model=str(ROOT / 'data' / 'tiny_base'), steps=3, eval_every=2, questions_per_step=4, group_size=4,
@@ -82,7 +82,10 @@ def test_a_papers_commands_with_a_small_model(kind, tmp_path):
 
 @pytest.mark.long
 def test_the_notebook_shows_what_happened(finished):
-    _, _, notebook = finished
+    _, folder, notebook = finished
+    assert list((folder / 'figures').glob('*.png'))
+    params = yaml.safe_load((folder / 'params.yaml').read_text())
+    assert params.items() >= dotted({**SHORT, 'method': 'tspo'}).items()
     assert not [o for _, o in outputs(notebook) if o['output_type'] == 'error']
     assert all(cell['execution_count'] for cell in notebook['cells'] if cell['cell_type'] == 'code')
     lines = printed(notebook)
@@ -93,20 +96,6 @@ def test_the_notebook_shows_what_happened(finished):
     (table,) = [page for page in pages if 'ceiling' in page and '<table' in page]
     assert all(column in table for column in ('base', 'after'))
     assert sum('crl-head' in page for page in pages) == 2              # two rollouts, laid out turn by turn
-
-
-@pytest.mark.long
-def test_the_run_folder_holds_everything(finished):
-    _, folder, _ = finished
-    assert {
-        'notebook.ipynb', 'params.yaml', 'metrics.jsonl', 'turns.jsonl.gz', 'summary.json', 'figures', 'checkpoints'
-    } <= set(os.listdir(folder))
-    assert list((folder / 'figures').glob('*.png'))
-    params = yaml.safe_load((folder / 'params.yaml').read_text())
-    assert params.items() >= dotted({**SHORT, 'method': 'tspo'}).items()
-    assert read_metrics(folder).step.tolist() == [0, 1, 2, 3]
-    assert {row['kind'] for row in read_turns(folder)} == {'before', 'train', 'after'}
-    assert json.loads((folder / 'summary.json').read_text()).keys() >= {'base_em', 'final_em', 'ceiling_em'}
 
 
 @pytest.mark.long

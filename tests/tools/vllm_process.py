@@ -21,19 +21,11 @@ from credit_rl.rollout import rollout
 from credit_rl.tiny import tiny_environment, tiny_tokenizer
 from credit_rl.vllm_engine import VLLMEngine, VLLMSettings, logp_gap, sync_gap
 from credit_rl.world import make_world
+from random_models import moved
 
 ROOT = Path(__file__).resolve().parents[2]
 SETTINGS = VLLMSettings('float32', arguments={'enforce_eager': True})
 ODD = [list(range(10, 10 + n)) for n in (5, 20, 60)]
-
-
-def moved(model, scale=.05):
-    "A copy of a model with other weights."
-    other, generator = copy.deepcopy(model), torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for p in other.parameters():
-            p.add_(scale * torch.randn(p.shape, generator=generator))
-    return other
 
 
 def syncs(engine, model):
