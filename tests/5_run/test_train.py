@@ -342,8 +342,6 @@ def bad(tmp_path):
 
 
 REFUSED = {
-    'unknown method': (dict(method='tsop'), 'tspo'),
-    'unknown parameter': (dict(metod='grpo'), 'method'),
     'unknown option of the method': (dict(options={'alhpa': 1.0}), 'alpha'),
     'wrong kind of value': (dict(steps='many'), 'many'),
     'model folder without tokenizer': (dict(model='no_tokenizer'), 'tokenizer'),
@@ -355,7 +353,6 @@ REFUSED = {
     'no questions': (dict(data='hotpotqa', path='no_questions'), 'questions'),
     'too few questions': (dict(data='hotpotqa', path='one.json'), 'least'),
     'no such path': (dict(data='hotpotqa', path='nowhere'), 'nowhere'),
-    'unknown data set': (dict(data='hotpotqua'), "'hotpotqa'"),
     'real data, tiny model': (dict(data='hotpotqa', path='one.json', model='tiny'), 'folder'),
     'one attempt and a group norm': (dict(group_size=1), 'group_size'),
     'no turns': (dict(max_turns=0), 'max_turns'),
@@ -669,20 +666,25 @@ def test_a_gradient_that_is_not_finite_ends_a_run_and_keeps_what_made_it(tmp_pat
 
 # ---- collapse ----
 
-def test_a_collapsed_answer_rate_stops_the_run(monkeypatch, tmp_path):
-    """After step 5 the model is wiped and babbles evenly; nothing is answered any more, and the run says so and ends.
-    A resumed one knows."""
-    monkeypatch.setattr(torch.cuda, 'is_available', lambda: False)
-    step = training.train_step
+@pytest.fixture
+def wiped(monkeypatch):
+    "A function of a step, after which the model is wiped and babbles evenly (0: before the first)."
+    def after(last):
+        monkeypatch.setattr(torch.cuda, 'is_available', lambda: False)
+        step = training.train_step
+        def wipe(run, number, *rest):
+            if last: metrics = step(run, number, *rest)
+            if number == (last or number):
+                with torch.no_grad():
+                    for p in run.setup.model.parameters(): p.zero_()
+            return metrics if last else step(run, number, *rest)
+        monkeypatch.setattr(training, 'train_step', wipe)
+    return after
 
-    def wipe(run, number, *rest):
-        metrics = step(run, number, *rest)
-        if number == 5:
-            with torch.no_grad():
-                for p in run.setup.model.parameters():
-                    p.zero_()
-        return metrics
-    monkeypatch.setattr(training, 'train_step', wipe)
+
+def test_a_collapsed_answer_rate_stops_the_run(wiped, monkeypatch, tmp_path):
+    "After step 5 nothing is answered any more, and the run says so and ends. A resumed one knows."
+    wiped(5)
     lines, settings = [], {
         **SHORT, 'run': str(tmp_path / 'run'), 'steps': 40, 'eval_every': 5, 'questions_per_step': 8, 'group_size': 2,
         'log_kl': False
@@ -703,16 +705,9 @@ def test_a_collapsed_answer_rate_stops_the_run(monkeypatch, tmp_path):
     assert train({**settings, 'resume': True}) == tmp_path / 'run'
 
 
-def test_a_run_that_learns_nothing_says_so(monkeypatch, tmp_path):
+def test_a_run_that_learns_nothing_says_so(wiped, tmp_path):
     "A model that babbles from the start: one loud line after five steps, with its cause, and the last line says it again."
-    monkeypatch.setattr(torch.cuda, 'is_available', lambda: False)
-    step = training.train_step
-
-    def wiped(run, number, *rest):
-        with torch.no_grad():
-            for p in run.setup.model.parameters(): p.zero_()
-        return step(run, number, *rest)
-    monkeypatch.setattr(training, 'train_step', wiped)
+    wiped(0)
     lines = []
     settings = {**SHORT, 'run': str(tmp_path / 'run'), 'steps': 7, 'eval_every': 7, 'questions_per_step': 2, 'group_size': 2,
                 'log_kl': False}
@@ -1010,33 +1005,22 @@ def test_a_checkpoint_that_was_cut_says_how_to_go_on(whole, tmp_path, name):
 
 
 @pytest.mark.parametrize('tf32, precision', [(None, 'highest'), (True, 'high'), (False, 'highest')])
-def test_tf32_is_pytorchs_own_unless_it_is_set(tmp_path, tf32, precision, monkeypatch):
-    class Enough(Exception): "What is set is set before anything is loaded."
-    def stop(*given): raise Enough
-    monkeypatch.setattr(training, 'begin_run', stop)
-    try:
-        with pytest.raises(Enough): train({'run': str(tmp_path / 'run'), 'tf32': tf32})
-        assert torch.get_float32_matmul_precision() == precision
-    finally: torch.set_float32_matmul_precision('highest')
-
-
-@pytest.mark.parametrize('module, name', [('sft', 'make_setup'), ('audit', 'make_setup'),
+@pytest.mark.parametrize('module, name', [('train', 'begin_run'), ('sft', 'make_setup'), ('audit', 'make_setup'),
                                           ('studies.competence', 'read_policy')])
-def test_other_commands_take_threads_and_tf32_as_a_training_does(tmp_path, monkeypatch, module, name):
-    "A fine-tuning, an audit, and an examination of a run that has these settings."
+def test_commands_take_threads_and_tf32(tmp_path, monkeypatch, module, name, tf32, precision):
+    "A training, a fine-tuning, an audit, and an examination of a run that has these settings; PyTorch's own unless set."
     class Enough(Exception): "What is set is set before anything is loaded."
     def stop(*given): raise Enough
     module, before = importlib.import_module(f'credit_rl.{module}'), torch.get_num_threads()
-    run, config = tmp_path / 'run', training.make_config({'protocol': 'carl-tiny', 'tf32': True, 'threads': before + 1})
-    config = dataclasses.replace(config, run=str(run))
-    begin = {'sft': lambda: module.rejection_sft(config),
+    config = make_config({'protocol': 'carl-tiny', 'tf32': tf32, 'threads': before + 1, 'run': str(tmp_path / 'run')})
+    begin = {'train': lambda: train(config), 'sft': lambda: module.rejection_sft(config),
              'audit': lambda: module.run_audit(config, module.AuditChoice()),
-             'competence': lambda: module.open_agent(run)}[module.__name__.rpartition('.')[2]]
+             'competence': lambda: module.open_agent(tmp_path)}[module.__name__.rpartition('.')[2]]
     if 'competence' in module.__name__: monkeypatch.setattr(module, 'read_params', lambda run: vars(config))
     monkeypatch.setattr(module, name, stop)
     try:
         with pytest.raises(Enough): begin()
-        assert (torch.get_float32_matmul_precision(), torch.get_num_threads()) == ('high', before + 1)
+        assert (torch.get_float32_matmul_precision(), torch.get_num_threads()) == (precision, before + 1)
     finally:
         torch.set_float32_matmul_precision('highest')
         torch.set_num_threads(before)

@@ -651,31 +651,26 @@ def test_three_questions_in_ten_are_looked_up_in_another_corpus(spoken, rows, tm
     settings = {k: v for k, v in REAL.items() if k not in ('steps', 'eval_every')} | {
         'turn_tokens': 400, 'context_tokens': 200, 'questions': 20, 'dev_questions': 10, 'test_questions': 6
     }
-    warm = prepare(
-        {
-            **settings, 'data': 'hotpotqa', 'path': str(path), 'model': spoken, 'collected': 'cold', 'must_pass': False,
-            'clusters': 2, 'other_corpus': str(corpus), 'run': str(tmp_path / 'warm')
-        }, say=lambda line: None)
-    for part in ('dev',):                                            # a cold critic is taught nothing
-        data, where = read_collected(warm / f'rollouts-{part}.jsonl.gz'), {}
-        for g, prompt in zip(data.groups, data.prompts):
-            seen = [turn.observation_text for turn in g.trajectories[0].turns if turn.call]
-            assert len(seen) == (prompt != 'direct')
-            for text in seen: where.setdefault(g.question.id, set()).add('Elsewhere' in text)
-        assert len(where) == len(data.questions) >= 8 and all(len(x) == 1 for x in where.values()) and sum(
-            x == {True} for x in where.values()) == round(.3 * len(where))
+    given = {**settings, 'data': 'hotpotqa', 'path': str(path), 'model': spoken, 'collected': 'cold', 'must_pass': False,
+             'clusters': 2, 'other_corpus': str(corpus)}
+    warmed = lambda name, **more: prepare({**given, **more, 'run': str(tmp_path / name)}, say=lambda line: None)
+    data, where = read_collected(warmed('warm') / 'rollouts-dev.jsonl.gz'), {}       # a cold critic is taught nothing
+    for g, prompt in zip(data.groups, data.prompts):
+        seen = [turn.observation_text for turn in g.trajectories[0].turns if turn.call]
+        assert len(seen) == (prompt != 'direct')
+        for text in seen: where.setdefault(g.question.id, set()).add('Elsewhere' in text)
+    assert len(where) == len(data.questions) >= 8 and all(len(x) == 1 for x in where.values())
+    assert sum(x == {True} for x in where.values()) == round(.3 * len(where))
     # tiers from a pool are those that the warm-up would play
     pool = run_evaluation(
         dict(model=spoken, data='hotpotqa', path=str(path), protocol='carl-direct', greedy=False, tries=2, turn_tokens=400,
              max_tokens=12000, run=str(tmp_path / 'pool')), say=lambda line: None, progress=False,
         engine=ScriptedEngine(act, load_tokenizer(spoken), max_length=12000))
-    given = {**settings, 'data': 'hotpotqa', 'path': str(path), 'model': spoken, 'collected': 'cold', 'must_pass': False,
-             'clusters': 2, 'other_corpus': str(corpus), 'pool': str(pool)}
-    again = read_collected(prepare({**given, 'run': str(tmp_path / 'pooled')}, say=lambda line: None) / 'rollouts-dev.jsonl.gz')
+    again = read_collected(warmed('pooled', pool=str(pool)) / 'rollouts-dev.jsonl.gz')
     assert again.tier.tolist() == data.tier.tolist() and set(again.tier.tolist()) == {1, 2}
     file = pool / 'hotpotqa' / 'manifest.json'
     file.write_text(file.read_text().replace('"prompt_hash": "', '"prompt_hash": "0'))
-    with pytest.raises(ValueError, match='prompt'): prepare({**given, 'run': str(tmp_path / 'other')}, say=lambda line: None)
+    with pytest.raises(ValueError, match='prompt'): warmed('other', pool=str(pool))
 
 
 MINILM = 'sentence-transformers/all-MiniLM-L6-v2'
