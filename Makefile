@@ -64,7 +64,7 @@ help:
 	@echo 'make faults    two hundred faults at random moments, an hour or two (FAULTS="--faults 20" for fewer)'
 	@echo 'make long      two thousand steps, watched from outside, a quarter of an hour or more'
 	@echo 'make programs  ten thousand random programs in the sandbox, half an hour'
-	@echo 'make nights    the cases that make test-all leaves out, since others like them are in it, ten minutes'
+	@echo 'make nights    the cases that make test-all leaves out, since others like them are in it, half an hour'
 	@echo 'make readme    README.md from nbs/index.ipynb'
 	@echo 'make docs      the site in _docs/site: methods, notebooks, settings, results, with search; three minutes'
 	@echo 'make lab       JupyterLab on the notebooks'

@@ -92,6 +92,7 @@ def test_ranks_share_the_questions(run):
 
 
 @pytest.mark.long
+@pytest.mark.nightly
 def test_two_ranks_find_what_one_finds(run, plain, run_python):
     said = run_python('-m', 'credit_rl.studies.competence', run, 'ranks=2', '--checkpoint', 'newest',
                       env={'PYTHONPATH': str(ROOT), 'CUDA_VISIBLE_DEVICES': ''})

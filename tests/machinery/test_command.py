@@ -3,13 +3,13 @@ import importlib
 import inspect
 import os
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from fastcore.docments import docments
+from started import copied
 
 import credit_rl
 from credit_rl.api import HOMES, MODULES
@@ -154,9 +154,7 @@ def test_a_docstring_of_the_package_has_a_line_for_every_argument(name):
 
 def test_an_export_of_a_fresh_clone_changes_nothing(tmp_path):
     "The modules are as `nbdev_export` writes them from the notebooks."
-    for name in ('nbs', 'credit_rl'):
-        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns('__pycache__', '.*'))
-    shutil.copy(ROOT / 'settings.ini', tmp_path)
+    copied(('nbs', 'credit_rl', 'settings.ini'), tmp_path)
     files = lambda: {str(p): p.read_bytes() for p in (tmp_path / 'credit_rl').rglob('*.py') if p.name != '_modidx.py'}
     before = files()
     command = [Path(sys.executable).parent / 'nbdev_export']

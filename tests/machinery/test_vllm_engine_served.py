@@ -213,7 +213,7 @@ RUN = dict(steps=3, eval_every=3, questions_per_step=4, group_size=2, questions=
            log_rollouts=4, learning_rate=1e-4, ahead=2, ranks=2, learner='deepspeed', stage=3)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_two_ranks_learn_two_steps_off_from_what_two_servers_play(base, tmp_path):
     "The first rank plays for both: the games of a run that plays by its own model, whose ranks share them."
     pytest.importorskip('deepspeed')

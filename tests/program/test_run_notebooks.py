@@ -53,8 +53,8 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize('kind', [pytest.param('own critic, two ranks', marks=pytest.mark.nightly),
-                                  'shared critic, two ranks'])
+@pytest.mark.parametrize('kind', ['own critic, two ranks',
+                                  pytest.param('shared critic, two ranks', marks=pytest.mark.nightly)])
 def test_a_papers_commands_with_a_small_model(kind, tmp_path):
     """As they are typed in a clone, where the run has no folder yet, with the papers' files for eight GPUs; given
     besides is only what is small: model, data, numbers of questions, and two ranks that play by themselves. The

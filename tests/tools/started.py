@@ -2,6 +2,7 @@
 import contextlib
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -16,6 +17,16 @@ ROOT = Path(__file__).resolve().parents[2]
 def typed(settings):
     "Settings as one types them: list of words."
     return [f'{name}={json.dumps(value)}' for name, value in settings.items()]
+
+
+def copied(names, target):
+    "Copy files and folders of the checkout, but for byte code and what is hidden, where they are there. Returns target."
+    for name in names:
+        (target / name).parent.mkdir(parents=True, exist_ok=True)
+        if (ROOT / name).is_dir():
+            shutil.copytree(ROOT / name, target / name, ignore=shutil.ignore_patterns('__pycache__', '.*'))
+        elif (ROOT / name).exists(): shutil.copy(ROOT / name, target / name)
+    return target
 
 
 def free_port():
