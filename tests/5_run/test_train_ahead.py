@@ -9,7 +9,7 @@ from test_train import DEATHS, SHORT, assert_same, logged, sit
 
 from credit_rl import train as training
 from credit_rl.engine import HFEngine, seed_of
-from credit_rl.estimate import TrainingPlan, Sizes, ahead_seconds, memory
+from credit_rl.estimate import TrainingPlan, Sizes, memory
 from credit_rl.learner import BadStep
 from credit_rl.rollout import rollout
 from credit_rl.runlog import latest_checkpoint, read_metrics, read_turns, same_metrics
@@ -242,10 +242,6 @@ def test_a_dry_run_says_what_is_gained_and_what_it_takes(tmp_path):
 
 
 # ---- the estimate ----
-
-def test_seconds_ahead_by_hand():
-    assert ahead_seconds([3, 5], [2], 1) == (7, 5) and ahead_seconds([3], [2], slower=1.5) == (5, 4)
-    assert ahead_seconds([1, 7], [4]) == (8, (4 + 7) / 2)                   # more than the longer of the means
 
 
 def test_memory_of_both_at_once():

@@ -234,13 +234,6 @@ def test_a_page_is_whole_and_nothing_in_it_is_fetched(tmp_path):
     assert seen[1] == ['Michael Curtiz was a director born in ', 'Budapest', '. He made films in Vienna.']
 
 
-def test_a_rule_that_is_not_known_is_drawn_nowhere(tmp_path):
-    data, _ = page_json(show_run(example_run(tmp_path / 'run'), ['grpo', 'ppo', 'igpo']).page)
-    grpo, ppo, igpo = data['rules']
-    assert grpo['why'] is None and 'critic' in ppo['why'] and 'belief' in igpo['why'] and data['chosen'] == [0]
-    assert [r['credit'][1:] for r in data['groups'][0]['rollouts']] == [[None, None]] * 3
-
-
 def test_the_scale_of_bars_is_a_percentile_and_not_one_wild_value(tmp_path):
     "150 rollouts of 4 turns at ±1 and one turn at 500: its bar is cut, and all others can be seen."
     trajectories = [example_group().trajectories[0]] * 150
@@ -400,8 +393,3 @@ def test_the_page_opens_where_rules_disagree_most():
     groups = [group([1., 1.], [2., 2.]), group([1., 1.], [-2., 2.]), group([1., 0.], [2., 0.])]
     assert _first(groups, {0: 1., 1: 2.}) == 1 and _first(groups, {0: 1.}) == 2
     assert _first([group([0., 0.], None), group([0., None], None)], {0: 1., 1: None}) == 0 and _first([], {}) == 0
-
-
-def test_a_turn_of_blanks_can_be_seen(tmp_path):
-    "On the page too, where Chromium lays it out."
-    assert '3 blanks' in show_group(Group(attempt().question, [attempt(action=' \n ')])).html

@@ -204,13 +204,6 @@ def test_a_dict_may_come_as_text_as_papermill_hands_it_over():
     with pytest.raises(ValueError, match='options'): make_config({'options': 'alpha'})
 
 
-def test_a_list_needs_no_brackets():
-    for text in ('belief, entropy', 'belief,entropy', '[belief, entropy]'):
-        assert make_config(read(f'measure={text}')[0]).measure == ['belief', 'entropy']
-    assert make_config(read('measure=belief')[0]).measure == ['belief']
-    assert make_config({'betas': '0.9,0.99'}).adamw.betas == [.9, .99]
-
-
 def test_sets_are_joined_by_plus_and_by_comma_everywhere():
     for text in ('nq+hotpotqa', 'nq, hotpotqa', 'nq,hotpotqa'):
         assert data_sets(make_config({'data': text}).data) == set_names(text) == ['nq', 'hotpotqa']

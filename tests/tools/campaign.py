@@ -32,7 +32,6 @@ import re
 import runpy
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -42,6 +41,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
+from started import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 MARK = 'CREDIT_RL_CAMPAIGN'      # environment variable of all that a fault starts: its number
@@ -200,12 +200,6 @@ def mounted(path):
 
 
 def mount(*words, check=True): return subprocess.run(['mount', *map(str, words)], check=check, capture_output=True)
-
-
-def free_port():
-    with socket.socket() as s:
-        s.bind(('127.0.0.1', 0))
-        return s.getsockname()[1]
 
 
 def environment(number):
