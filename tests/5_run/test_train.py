@@ -1008,7 +1008,7 @@ def test_a_checkpoint_that_was_cut_says_how_to_go_on(whole, tmp_path, name):
 @pytest.mark.parametrize('module, name', [('train', 'begin_run'), ('sft', 'make_setup'), ('audit', 'make_setup'),
                                           ('studies.competence', 'read_policy')])
 def test_commands_take_threads_and_tf32(tmp_path, monkeypatch, module, name, tf32, precision):
-    "A training, a fine-tuning, an audit, and an examination of a run that has these settings; PyTorch's own unless set."
+    "A training, a fine-tuning, an audit, and an examination of a run with these settings; PyTorch's own unless set."
     class Enough(Exception): "What is set is set before anything is loaded."
     def stop(*given): raise Enough
     module, before = importlib.import_module(f'credit_rl.{module}'), torch.get_num_threads()

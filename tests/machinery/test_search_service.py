@@ -267,7 +267,8 @@ def test_the_http_door(corpus):
 def test_a_proxy_of_the_environment_is_not_asked(corpus, monkeypatch):
     for name in ('http_proxy', 'HTTP_PROXY'): monkeypatch.setenv(name, 'http://127.0.0.1:9')
     monkeypatch.delenv('no_proxy', raising=False)
-    with SearchServer(BM25(corpus)) as server: assert SearchClient(server.url.removesuffix('/retrieve'), tries=1).search(['odd'], 1)[0]
+    with SearchServer(BM25(corpus)) as server:
+        assert SearchClient(server.url.removesuffix('/retrieve'), tries=1).search(['odd'], 1)[0]
 
 
 def test_a_saved_index_is_served_from_the_command_line(corpus, tmp_path, root):

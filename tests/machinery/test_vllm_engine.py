@@ -494,8 +494,8 @@ def test_two_ranks_learn_from_two_servers_of_which_one_is_killed(root, tmp_path,
     family = psutil.Process().children(recursive=True)
     try:
         for k in (0, 2):
-            run = begin(root, tmp_path / f'run-{k}', engine='served', vllm={}, servers=serving.urls, learner='deepspeed',
-                        ranks=2, stage=3, ahead=k, gap=10.)
+            run = begin(root, tmp_path / f'run-{k}', engine='served', vllm={}, servers=serving.urls,
+                        learner='deepspeed', ranks=2, stage=3, ahead=k, gap=10.)
             said = run.communicate()[0]
             assert run.returncode == 0, said[-4000:]
         agrees(tmp_path / 'run-0', 4)

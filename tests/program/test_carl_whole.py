@@ -617,7 +617,8 @@ def test_ranks_warm_up_as_one_process_does(model, scripted, tmp_path, run_python
 
 def test_random_rollouts_and_a_linear_head_for_the_matched_baseline(model, warm_up, tmp_path):
     ppo = dict(method='ppo', critic='shared', critic_mix=0.)
-    warm = warm_up(**ppo, collected='random', backbone_rate=0., warm_steps=4, warm_least=4, warm_every=4, must_pass=False)
+    warm = warm_up(**ppo, collected='random', backbone_rate=0., warm_steps=4, warm_least=4, warm_every=4,
+                   must_pass=False)
     warmed, base = read_warmed(warm), load_model(model)[0]
     # a frozen backbone
     assert warmed.head == 'linear' and all(
@@ -651,8 +652,8 @@ def test_three_questions_in_ten_are_looked_up_in_another_corpus(spoken, rows, tm
     settings = {k: v for k, v in REAL.items() if k not in ('steps', 'eval_every')} | {
         'turn_tokens': 400, 'context_tokens': 200, 'questions': 20, 'dev_questions': 10, 'test_questions': 6
     }
-    given = {**settings, 'data': 'hotpotqa', 'path': str(path), 'model': spoken, 'collected': 'cold', 'must_pass': False,
-             'clusters': 2, 'other_corpus': str(corpus)}
+    given = {**settings, 'data': 'hotpotqa', 'path': str(path), 'model': spoken, 'collected': 'cold',
+             'must_pass': False, 'clusters': 2, 'other_corpus': str(corpus)}
     warmed = lambda name, **more: prepare({**given, **more, 'run': str(tmp_path / name)}, say=lambda line: None)
     data, where = read_collected(warmed('warm') / 'rollouts-dev.jsonl.gz'), {}       # a cold critic is taught nothing
     for g, prompt in zip(data.groups, data.prompts):
@@ -677,7 +678,8 @@ MINILM = 'sentence-transformers/all-MiniLM-L6-v2'
 
 
 def test_what_a_critic_says_is_held_against_what_asking_is_worth(model, warm_up, tmp_path):
-    warm = warm_up(collected='random', must_pass=False, per_tier=8, warm_steps=2, warm_least=2, warm_every=2, clusters=2)
+    warm = warm_up(collected='random', must_pass=False, per_tier=8, warm_steps=2, warm_least=2, warm_every=2,
+                   clusters=2)
     critic = {'critic_from': str(warm), 'critic': 'own'}
     config = make_config({**TINY, **critic, 'model': model, 'run': str(tmp_path / 'run')})
     said, asking, bias, form = run_asking(config, AskingChoice(attempts=6, asked=24), say=lambda line: None)

@@ -20,7 +20,7 @@ def typed(settings):
 
 
 def copied(names, target):
-    "Copy files and folders of the checkout, but for byte code and what is hidden, where they are there. Returns target."
+    "Copy what is there of files and folders of the checkout, but for byte code and what is hidden. Returns target."
     for name in names:
         (target / name).parent.mkdir(parents=True, exist_ok=True)
         if (ROOT / name).is_dir():
