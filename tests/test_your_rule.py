@@ -1,5 +1,4 @@
-"""nbs/your_rule.md, followed literally: its blocks become a notebook in a copy of the checkout, its line is added, its
-commands are run, and nothing else changes."""
+"""nbs/your_rule.md, followed literally in a copy of the checkout: its commands run, and nothing else changes."""
 import json
 import os
 import re

@@ -1,5 +1,4 @@
-"""Whole runs: what is refused before anything is computed, that a run repeats itself, and that one killed anywhere
-ends as if it had not been."""
+"""Whole runs: what is refused before anything is computed, and that one killed anywhere ends as if it had not been."""
 import dataclasses
 import errno
 import gzip
@@ -159,8 +158,7 @@ context.set_forkserver_preload(['credit_rl.train', 'transformers.models.qwen2.mo
 
 
 def deadly(owner, name, count, matches=lambda *args: True, before=lambda *args: None):
-    """Make the `count`-th call of `owner.name` that `matches` the process's last deed; `before` is called with its
-    arguments."""
+    "Make the `count`-th call of `owner.name` that `matches` the process's last deed, after `before`(its arguments)."
     call, left = getattr(owner, name), [count]
 
     def counted(*args, **kwargs):
@@ -208,8 +206,7 @@ ANYWHERE = [pytest.param(death, marks=[pytest.mark.nightly] * (death not in BY_D
 
 
 def sitting(settings, death=None, rising=False):
-    """A run, or the rest of one, in a process of its own. `rising`: pretend that the dev score rises with each step,
-    so that each checkpoint is the best."""
+    "A run, or the rest of one, in a process. `rising`: as if each step's dev score were better, so the best is new."
     sys.stdout = sys.stderr = open(os.devnull, 'w')
     torch.cuda.is_available = lambda: False
     if rising:
@@ -246,8 +243,7 @@ def test_a_killed_run_ends_as_if_it_had_not_been(whole, tmp_path, death):
 @pytest.mark.skipif(not hasattr(resource, 'prlimit'), reason='limits of another process are set on Linux alone')
 @pytest.mark.long
 def test_a_disk_that_takes_no_more_ends_a_run_in_a_line(start, whole, tmp_path):
-    """Said are the file, what stands in the way and what stays; with room again the run goes on, to the very numbers
-    of a whole one."""
+    "File, reason and what stays are said; with room again the numbers are those of a whole run."
     settings = {**SHORT, 'run': str(tmp_path / 'run')}
     run = start('credit_rl.train', *typed({**settings, 'track': ''}), OMP_NUM_THREADS=None)
     run.read_until('base: EM')                                         # the first checkpoint is there
@@ -790,8 +786,7 @@ def test_accepted_answers_that_are_not_scored_are_counted(tmp_path, monkeypatch,
 
 
 def test_grpo_measures_the_gold_as_igpo_does(quiet):
-    """From the same base both play the same rollouts at step 1, and find the gold as probable: GRPO, which is paid by
-    nobody for it, writes it down as IGPO does."""
+    "From the same base both play the same rollouts at step 1, and find the gold as probable."
     (asked, _), (own, _) = quiet(method='grpo', measure=['belief', 'entropy']), quiet(method='igpo')
     for name in MEASURED['belief']:
         assert read_metrics(asked)[name][1] == pytest.approx(read_metrics(own)[name][1], abs=1e-5)
@@ -816,8 +811,7 @@ def listened(folder, **settings):
     ({'method': 'tips', 'options': {'schema': 'tips'}}, False),
     ({'method': 'igpo', 'gold_schema': ['<answer> ', '']}, False)], ids=str)
 def test_a_run_tells_whether_its_belief_is_one(tmp_path, monkeypatch, settings, believes):
-    """In the metrics of every step, with the step's own rollouts; and in a line at the first step and at evaluations
-    where it is none. Words that the tokenizer does not have are told before the first step."""
+    "At each step, and in a line where it is none. Words that a tokenizer lacks are told before."
     monkeypatch.chdir(ROOT)
     lines, table = listened(tmp_path / 'run', **settings)
     assert BELIEF <= {*table.columns} and table[[*BELIEF]][1:].notna().all(axis=None)
@@ -841,8 +835,7 @@ def test_a_dry_run_tells_of_words_that_the_model_does_not_know(tmp_path, monkeyp
 
 
 def test_surprisal_is_of_the_samples_and_entropy_of_the_distributions(quiet):
-    """Surprisal is the mean -log-probability of what was sampled. A loss with an entropy term logs the entropy itself,
-    and before the first update it is what measuring it says."""
+    "Before the first update a loss's entropy term logs what measuring it says."
     run, rows = quiet(method='grpo', measure=['belief', 'entropy'])
     logps = [p for t in played(rows) for turn in t.turns for p in turn.action_logps]
     table = read_metrics(run)
@@ -854,8 +847,7 @@ def test_surprisal_is_of_the_samples_and_entropy_of_the_distributions(quiet):
 
 
 def test_kept_rollouts_tell_of_their_turns_and_states(quiet):
-    """Turn rewards, values, beliefs and potentials stand beside the advantages. By TIPS a turn earns α times the step
-    of Φ, and what is left at the end; a missing state is null in the file and NaN when it is read."""
+    "By TIPS a turn earns α times the step of Φ. What is missing is null in the file, NaN when read."
     run, rows = quiet(method='tips', options={'alpha': .5}, measure=['belief'])
     for row in rows:
         turns, phi = len(row['trajectory']['turns']), row['potential']

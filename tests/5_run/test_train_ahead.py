@@ -1,5 +1,4 @@
-"""Playing a step ahead of learning: whose weights play what, that a run repeats itself and goes on after a kill, what
-its weights weigh, and what is refused."""
+"""Playing ahead of learning: whose weights play what, that a run goes on after a kill, what weights weigh, refusals."""
 import copy
 import threading
 
@@ -72,8 +71,7 @@ def test_each_step_is_played_by_the_weights_before_the_one_it_was_played_in(begu
 
 @pytest.mark.parametrize('steps, stale', [(1, [0, 2, 2, 2]), (2, [0, 2, 4, 2])])
 def test_a_policy_that_stands_still_is_the_same_in_step_and_ahead(tmp_path, steps, stale):
-    """The same questions and seeds: with weights that do not move both play the same games. Two steps ahead, steps 2 and 3
-    are played in a row by the base, and 4 and 5 by what step 2 made of it; two updates a step."""
+    "The same games. Two ahead, the base plays steps 2 and 3, and what step 2 made plays 4 and 5."
     still = {**AHEAD, 'ahead': steps, 'learning_rate': 1e-12, 'log_steps': 500, 'log_rollouts': 4}
     train({**still, 'run': str(tmp_path / 'ahead')}, say=quiet)
     train({**still, 'ahead': 0, 'correction': None, 'run': str(tmp_path / 'step')}, say=quiet)
@@ -89,9 +87,7 @@ def test_a_policy_that_stands_still_is_the_same_in_step_and_ahead(tmp_path, step
     ('tips', {'teacher_every': 2}), ('dapo', {'options': {'draws': 3}}),
     *(pytest.param(name, {}, marks=pytest.mark.nightly) for name in ('carl-like', 'igpo', 'vspo'))])
 def test_methods_that_need_the_learner_between(tmp_path, method, more):
-    """Potentials by a teacher that is renewed, belief, rounds that are drawn again, and a measured belief: the first
-    step is that of a run in step, the others' rollouts are older by two updates, and a run that draws again repeats
-    itself."""
+    "The first step is that of a run in step; the others' rollouts are older by two updates."
     if method == 'carl-like': method, more = 'grpo', {'measure': ['belief', 'entropy']}
     settings = {**AHEAD, 'method': method, 'steps': 3, **more}
     again = [('two', {})] * (method == 'dapo')                          # one that draws again

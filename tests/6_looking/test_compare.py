@@ -1,5 +1,4 @@
-"""A comparison that is killed, resumed and reported: which runs are made, which are not made again, and what is said
-of those that failed."""
+"""A comparison killed, resumed and reported: which runs are made, or made again, and what is said of failures."""
 import json
 import math
 import os
@@ -164,8 +163,7 @@ def test_a_regime_has_bases_of_its_own(tmp_path, monkeypatch):
 
 
 def test_worlds_and_variants(tmp_path, settings, monkeypatch):
-    """Each world has its own folder and report; a variant of a method runs under its own name; a method may have
-    settings of its own."""
+    "Each world has a folder and a report; a variant runs under its own name, with settings of its own."
     settings.write_text(
         yaml.safe_dump({
             'steps': 4, 'method': 'tspo', 'seed': 7, 'worlds':
@@ -214,9 +212,7 @@ run_jobs([Job('a', 1, pathlib.Path(sys.argv[1]))], lambda job: [sys.executable, 
 
 @pytest.mark.parametrize('sign, times', [(signal.SIGKILL, 1), (signal.SIGINT, 2)], ids=['killed', 'interrupted'])
 def test_a_command_that_ends_early(tmp_path, root, sign, times):
-    """Killed, it leaves its process running, and the next command waits for that instead of starting a second one in
-    the same folder.
-    Interrupted, it ends its process, and the next command starts the run again."""
+    "Killed, its process runs on and the next command waits for it. Interrupted, it ends its process."
     job = Job('a', 1, tmp_path / 'a-1')
     begun = job.folder / 'begun'
     first = subprocess.Popen([sys.executable, '-c', SITTING, job.folder, PATIENT], cwd=root, stdout=subprocess.DEVNULL,

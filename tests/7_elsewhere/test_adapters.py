@@ -1,5 +1,4 @@
-"""Our rules inside other trainers: the same batch, the same advantage of every token. What cannot be installed here is
-called as its own code calls it."""
+"""Our rules inside other trainers: the same advantage of a token. What is not installed is called as it calls us."""
 import asyncio
 import json
 import sys

@@ -1,6 +1,4 @@
-"""The lines that the pages of 7_elsewhere tell users to write, typed as they stand: taken from the notebooks, run
-against the trainers where they are installed, else against modules of their names; then one batch through what they
-made."""
+"""The lines that the pages of 7_elsewhere tell users to write, as they stand, against the trainers or their names."""
 import importlib.util
 import json
 import os

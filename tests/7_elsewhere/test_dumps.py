@@ -1,5 +1,4 @@
-"""Rollouts as others write them: marks of chat templates left in a text, calls in every form that is about, scores that
-are none. None of these is a reason to refuse a file."""
+"""Rollouts as others write them: marks of templates, calls in every form, scores that are none. All are read."""
 import json
 from decimal import Decimal
 

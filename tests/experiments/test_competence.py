@@ -102,8 +102,7 @@ def test_two_ranks_find_what_one_finds(run, plain, run_python):
 
 
 def test_a_run_is_asked_the_questions_of_other_sets_each_by_itself(run):
-    """With the split and the number that are given, each searched among its own passages and scored by its own metric;
-    what was found before stays."""
+    "Each among its own passages, by its own metric; what was found before stays."
     rows = ROOT / 'data' / 'rows'
     asked = dict(data='hotpotqa', path=str(ROOT / 'data' / 'hotpotqa_sample.json'), questions=3)
     found = examine_sets(run, asked, lambda line: None, 'newest')

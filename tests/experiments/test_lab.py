@@ -64,8 +64,7 @@ def test_expectations_are_the_gradient(game):
 
 
 def test_tips_shaping_adds_nothing_to_grpo():
-    """The shaping of a rollout sums to -αΦ(S_0), which a group shares: outcomes normalised within groups stay what they
-    were, and a row that adds it is refused for that."""
+    "It sums to -αΦ(S_0), which a group shares; a row that adds it is refused for that."
     game = chain(3, .2, (2, 4, 3), 2)
     pi, moves, values, _ = listed(game, size=3)
     earned, outcome = earnings_before(game, moves)
@@ -115,8 +114,7 @@ def test_carl_at_lambda_1_is_a_baseline():
 
 
 def test_vspo_expected_step():
-    """A step of B groups by VSPO without smoothing: a kept group stands once and once more for each silent one whose
-    place it takes. The mean over draws is Σ_b (1 + s p_b) g_b, s silent groups, p the chances of the draw."""
+    "Without smoothing, over draws: Σ_b (1 + s p_b) g_b, with s silent groups and p the chances of the draw."
     game = silent(0., .4, TINY, 4)
     pi = action_chances(game, game.base[None])
     good = game.earns[..., 0].argmax(1)
@@ -148,8 +146,7 @@ def test_listing_and_drawing_agree():
 
 
 def test_the_interval_of_signal_to_noise_over_grpos_covers():
-    """Steps of two rules, skewed, mostly 0 and drawn together: what they add to each entry is half the same. Of
-    a million steps the ratio is the truth, of 400 its 95 % interval holds it."""
+    "Two skewed rules drawn together, half of what they add alike; the truth is of a million steps."
     generator, true, noise = seeded(), torch.tensor([[1., .5], [0., -1.]]), torch.distributions.Exponential(1.)
     torch.manual_seed(0)
     def steps(times, n):
@@ -200,8 +197,7 @@ def test_a_rule_that_reads_more_than_a_game_tells_is_read():
 
 @pytest.mark.parametrize('world', ['parts', 'chain', 'near miss', 'searches', 'stopping'])
 def test_gradients_by_turn_sum_and_true_credit_expects_each(world):
-    """What each turn's actions do to the mean outcome sums to the gradient; true credit undivided expects just that,
-    turn by turn, and Dr. GRPO (G − 1) / G of it."""
+    "True credit undivided expects each turn's; Dr. GRPO (G − 1) / G of it."
     game = SMALL[world]()
     true = turn_gradients(game, game.base)
     assert_close(true.sum(0), true_gradient(game, game.base), atol=1e-6, rtol=1e-4)

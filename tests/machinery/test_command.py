@@ -103,8 +103,7 @@ def test_a_verb_whose_package_is_missing_names_the_extra(monkeypatch):
 
 
 def test_importing_the_package_changes_nothing_in_a_program_of_others(tmp_path):
-    """No hooks, no variable of the environment, no filter of papermill's log, whatever is imported, also where that
-    program is run by `-m`."""
+    "Hooks, variables, papermill's log: whatever is imported, also by `-m`."
     (tmp_path / 'theirs.py').write_text(
         'import logging, os, sys\nstate = lambda: (list(sys.meta_path), sys.excepthook, dict(os.environ),\n'
         '                 list(logging.getLogger("papermill").filters))\nbefore = state()\n'

@@ -1,5 +1,4 @@
-"""A run that is told to end saves its step first, and one whose rank dies starts again: both end with the numbers of a
-run that nobody disturbed."""
+"""A run told to end saves its step first, one whose rank dies starts again: both have an undisturbed run's numbers."""
 import signal
 import time
 from pathlib import Path
@@ -50,8 +49,7 @@ def test_a_checkpoint_is_written_between_evaluations(tmp_path, whole):
 
 @pytest.mark.long
 def test_two_ranks_start_again_save_when_told_and_go_on(start, tmp_path, whole):
-    """A rank is killed after the first step, then the launcher is told to end; the same command goes on. Besides the
-    gradient's norm, which ranks add up in another order, all numbers are those of one process."""
+    "All numbers are one process's, but for the gradient's norm, which ranks add up otherwise."
     pytest.importorskip('deepspeed')
     folder = tmp_path / 'run'
     settings = {**SHORT, **TWO, 'run': str(folder)}

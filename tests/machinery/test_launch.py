@@ -1,5 +1,4 @@
-"""Runs on several ranks: the numbers of one process, and what happens when a rank, the disk or the caller fails. Few
-processes: runs of one rank are made in this one, and two ranks make several runs one after the other."""
+"""Runs on several ranks: the numbers of one process, and what happens when a rank, the disk or the caller fails."""
 import functools
 import importlib.util
 import json
@@ -168,8 +167,7 @@ def test_a_run_has_the_numbers_of_the_plain_one(runs, kind):
 
 @pytest.mark.parametrize('kind', by_ranks(kind for kind in KINDS if kind != 'plain, checkpointing'))
 def test_what_a_run_made_can_be_exported(runs, tmp_path, kind):
-    """Weights in pieces are put together, additions merged: a folder that any reader of Hugging Face models loads,
-    with the plain run's weights."""
+    "Weights put together, additions merged: any reader of Hugging Face models loads the plain run's."
     folder, model = runs(kind), load_model(SHORT['model'])[0]
     plain = read_policy(runs('plain, adapted' if 'adapted' in kind else 'plain'), 'newest')[0]
     made, tokenizer = load_model(str(export_run(folder, tmp_path / 'model', 'newest')))
@@ -252,8 +250,7 @@ def test_a_run_that_failed_ends_with_the_very_numbers_of_a_whole_one(runs, sitti
 @pytest.mark.parametrize('kind, ranks', [
     ('two ranks, stage 2', 1), ('two ranks, stage 3, adapted', 1), ('one rank, stage 2', 2)])
 def test_a_run_goes_on_on_another_number_of_ranks(runs, tmp_path, kind, ranks):
-    """From its second step: policy, critic, optimiser and the order of trajectories are there, and the numbers are the
-    whole run's."""
+    "Policy, critic, optimiser and order are there from its second step: a whole run's numbers."
     whole, run = runs(kind), runs(MORE) if ranks == 2 else tmp_path / 'run'
     if ranks == 1:
         cut_back(whole, run)
@@ -272,8 +269,7 @@ def ended(process):
 
 
 def end_by(process, how):
-    """Send a signal to a caller whose two ranks run; the caller and all that it started end, and these first if it has
-    time to see to it."""
+    "Send a signal to a caller whose two ranks run; all that it started ends, first if it has time to see to it."
     family = psutil.Process(process.pid).children(recursive=True)
     assert sorted(ranks_of(process.pid)) == [0, 1]
     process.send_signal(how)
@@ -314,8 +310,7 @@ def test_ranks_that_are_killed_at_once_are_all_named(start, tmp_path):
 
 @pytest.mark.parametrize('zombie', [False, True], ids=['gone', 'a zombie'])
 def test_a_rank_ends_with_the_one_that_asked_for_the_run(zombie):
-    """Also if it says nothing for a long time, and its launcher stays; and if nobody asks how the one that asked for
-    it ended."""
+    "Also if its launcher stays, or nobody asks how the one that asked for it ended."
     asked = subprocess.Popen(['sleep', '600'])
     rank = subprocess.Popen([
         sys.executable, '-c', 'import time\nfrom credit_rl.launch import '

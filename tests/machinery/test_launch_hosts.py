@@ -1,5 +1,4 @@
-"""Runs on several hosts: two commands that meet on loopback, each with a rank of its own, as on two hosts; what ends
-one of them ends both, with the reason; and what a run needs before."""
+"""Two commands that meet on loopback, as on two hosts: the end of one ends both; what a run needs before."""
 import json
 import os
 import re
@@ -150,8 +149,7 @@ def test_one_rank_leaves_nothing_in_its_folder(tmp_path):
 
 @pytest.fixture(scope='module')
 def killed(tmp_path_factory):
-    """A run of two hosts, one of whose ranks is killed after its first step; all are started again, and it is killed once
-    more: the folder, and what both said."""
+    "A run of two hosts, one of whose ranks is killed after its first step and once more: the folder, what both said."
     place, started = tmp_path_factory.mktemp('hosts'), []
     settings = {**SHORT, 'run': str(place / 'run'), 'ranks': 2, 'hosts': 2, 'endpoint': free_endpoint(),
                 'restarts': 1}

@@ -56,8 +56,7 @@ def post(url, value):
 
 
 class Canned(http.server.BaseHTTPRequestHandler):
-    """Gives the server's `answers` (status, bytes), one after the other, the last one for ever; None hangs up, a
-    number of seconds waits."""
+    "Gives `answers` (status, bytes), one after the other, the last for ever; None hangs up, seconds wait."
     def do_POST(self):
         self.server.asked.append(json.loads(self.rfile.read(int(self.headers['Content-Length']))))
         answer = self.server.answers[min(len(self.server.asked), len(self.server.answers)) - 1]
@@ -178,8 +177,7 @@ def test_all_tries_and_requests_of_a_search_have_one_deadline(canned):
 
 
 def test_a_run_says_how_long_a_server_is_waited_for(canned, monkeypatch):
-    """Five answers that a server which starts again gives, then one: three tries, the default, are too few for it.
-    Training and evaluating take the same setting."""
+    "Five answers of a server that starts again: too few for the three tries of the default."
     from credit_rl import search_service
     pauses = []
     monkeypatch.setattr(search_service.time, 'sleep', pauses.append)

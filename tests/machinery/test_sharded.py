@@ -32,8 +32,7 @@ def one_thread():
 
 @pytest.fixture(scope='module')
 def results(tmp_path_factory, one_thread):
-    """Results of each rank by the number of ranks; all happens once, when the first is asked for. The one is this
-    process; two, a launch, go on from its checkpoints; then it goes on from theirs."""
+    "Results of each rank by the number of ranks, all made when the first is asked for; each goes on from the other's."
     done = {}
     def get(ranks):
         if not done:
@@ -73,8 +72,7 @@ def test_steps_are_those_of_the_plain_learner(results, plain, ranks, stage, case
 @pytest.mark.parametrize('dtype', ['bad', 'bad bfloat16'])
 @pytest.mark.parametrize('ranks, stage', RUNS)
 def test_a_gradient_that_is_not_finite_moves_nothing(results, plain, ranks, stage, dtype):
-    """Also without ZeRO, where DeepSpeed would take the step. All ranks stop alike, and name the trajectories; or they
-    skip that update, and the next is the plain learner's."""
+    "Also without ZeRO. All ranks stop alike and name the trajectories, or skip that update."
     wanted, found = plain['bad'], [rank[stage][dtype] for rank in results(ranks)]
     assert wanted['logs'][0]['bad_updates'] == 1 == wanted['logs'][0]['updates'] and wanted['finite']
     assert 'bad_updates' not in wanted['logs'][1] and wanted['why'][1]
@@ -102,13 +100,7 @@ def assert_learned_the_same(got, wanted):
                          [(*run, (name, 'adamw')) for run in RUNS for name in deepspeed_steps.METHOD_CASES]
                          + [(*run, (name, 'sgd')) for run in RUNS if run[1] > 1 for name in deepspeed_steps.LETTER])
 def test_methods_learn_the_same(results, plain, ranks, stage, case):
-    """Losses of policy and critic within 1e-4 over five steps, weights within 1e-4; values, gold answers by policy and
-    teacher.
-
-    By AdamW also across a refreshed teacher and a restored checkpoint. With two ranks one has no rows in the
-    last mini-batch of each step, and none when one trajectory is evaluated;
-    one rank alone has reference and teacher offloaded.
-    """
+    "Losses and weights within 1e-4 over five steps, a refreshed teacher and a restored checkpoint among them."
     got, wanted = results(ranks)[0][stage][case], plain[case]
     assert len(got['logs']) == deepspeed_steps.STEPS == 5
     assert_learned_the_same(got, wanted)
@@ -125,8 +117,7 @@ def test_a_refreshed_teacher_is_seen(plain):
 
 
 def test_the_batches_are_what_they_should_be(plain):
-    """Several updates a step, some with one trajectory only, none without credit unless a KL term moves the weights; a
-    trajectory in two rows."""
+    "Some of one trajectory only, none without credit unless a KL term moves; one in two rows."
     assert [log['updates'] for log in plain['grpo']['logs']] == [2] * deepspeed_steps.STEPS + [1, 0]
     assert [log['updates'] for log in plain['tspo']['logs']] == [2] * (deepspeed_steps.STEPS + 2)
     layout = deepspeed_steps.tspo()[0]
@@ -135,8 +126,7 @@ def test_the_batches_are_what_they_should_be(plain):
 
 
 def test_the_methods_batch_leaves_a_rank_without_rows_and_moves_the_weights(plain):
-    """Mini-batches of two, two and one trajectory, in rows of unequal lengths, each of which is an update; SGD moves
-    the weights by far more than the tolerance."""
+    "By far more than the tolerance, in rows of unequal lengths."
     groups = deepspeed_steps.method_batch()
     layout, begun = pack(groups), dict(deepspeed_steps.model(0, len(tiny_tokenizer()), True).named_parameters())
     assert [len(part) for part in torch.arange(len(layout.groups)).tensor_split(3)
@@ -165,8 +155,7 @@ def test_a_restored_learner_goes_on_as_if_nothing_had_happened(results, ranks, s
 
 @pytest.mark.parametrize('ranks, stage', [run for run in RUNS if run[1] > 1])
 def test_an_offloaded_optimiser_takes_the_same_steps_and_is_restored(results, plain, ranks, stage):
-    """In the host's memory: losses and weights are those without it, up to the rounding of a norm that DeepSpeed adds up
-    in another order; and after a checkpoint they are the very same ones."""
+    "Up to the rounding of a norm added up otherwise; from a checkpoint the very same."
     found = results(ranks)[0][stage]['offloaded']
     assert 'cpu' in found['where']
     assert_same_logs(found['logs'], found['logs here'], atol=2e-6, rtol=2e-6)
@@ -183,8 +172,7 @@ def test_an_offloaded_optimiser_moves_nothing_that_a_loss_does_not_reach(results
 
 
 def test_weights_that_a_critic_does_not_reach_would_be_moved_by_far_more_than_the_tolerance(plain):
-    """Its fifteen steps would shrink them by 3.7 per cent. And policy and critic have counted their own steps: three
-    of the policy's, with the credit of one step, are missing."""
+    "By 3.7 % in its fifteen steps. Each has counted its own: three of the policy's are missing."
     weights = plain[deepspeed_steps.UNTIED, 'adamw']['weights']
     logs = plain[deepspeed_steps.UNTIED, 'adamw']['logs']
     assert (1 - (1 - 5e-4 * 5) ** 15) * weights['lm_head.weight'].abs().max() > 1e-3
@@ -219,8 +207,7 @@ def test_two_ranks_go_on_where_one_stopped(results, stage):
 @pytest.mark.parametrize('case', ['carl', deepspeed_steps.UNTIED])
 @pytest.mark.parametrize('stage', STAGES[1])
 def test_a_critic_that_steps_apart_goes_on_on_another_number_of_ranks(results, plain, stage, case):
-    """A backbone that two losses move, with averages for each, and steps that each counts for itself: the fourth and
-    fifth step are the plain learner's."""
+    "Averages and numbers of steps for each loss: steps 4 and 5 are the plain learner's."
     wanted = plain[case, 'adamw']
     for ranks in (1, 2):
         got = results(ranks)[0][stage]['apart, other number of ranks'][case]

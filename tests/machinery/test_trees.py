@@ -352,8 +352,7 @@ def test_a_dry_run_says_what_sharing_saves_before_it_is_measured():
 
 
 def test_the_prediction_is_the_work_of_real_rows():
-    """Of equally long rows without a common token after the prompt it is exact, and of segments, whose calls are as
-    long as it takes them to be."""
+    "Exact where nothing is common but the prompt, and of segments, whatever their calls' lengths."
     from credit_rl.estimate import rows_work
     rng = iter(range(10 ** 6))
     new = lambda n: [next(rng) for _ in range(n)]

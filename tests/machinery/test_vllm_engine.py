@@ -222,8 +222,7 @@ def test_a_seed_fixes_a_sample_whatever_the_company(engine, env, world):
 
 
 def test_more_is_submitted_than_one_step_can_read(engine):
-    """600 prompts of 100 ids at once, a few tokens each: nothing is read in pieces, whose draws a CPU's generator
-    could not take back."""
+    "600 prompts of 100 ids at once: nothing is read in pieces, whose draws a CPU could not take back."
     prompts = [[10 + (i * j) % 300 for j in range(1, 101)] for i in range(1, 601)]
     out = engine.generate(prompts, SamplingParams(max_tokens=3))
     some = range(0, 600, 60)
@@ -385,9 +384,7 @@ def agrees(folder, steps):
 
 
 def test_a_killed_engine_and_a_killed_learner(root, tmp_path):
-    """IGPO with an adapter, vLLM in a process of its own: when that is killed the run ends with the reason and can be
-    resumed; when the run is killed vLLM's processes end too. Resumed both times, its numbers are those of a run
-    that nobody killed."""
+    "IGPO with an adapter: each death ends both with the reason; resumed, the numbers are a whole run's."
     run = begin(root, tmp_path / 'run', **ADAPTED)
     run.read_until('step 1/4')
     core = [p for p in psutil.Process(run.pid).children(recursive=True) if 'EngineCore' in p.name()]
@@ -447,8 +444,7 @@ def test_an_engine_that_starts_ends_with_a_run_that_is_killed(root, tmp_path):
 
 
 def test_a_run_one_step_off_is_killed_and_resumed(root, tmp_path):
-    """TIPS, vLLM in a process of its own that plays the next step while this one is learned from: every batch but the
-    first is two updates old and weighed, and a run that was killed goes on to the numbers of a whole one."""
+    "TIPS: every batch but the first is two updates old and weighed; the numbers are a whole run's."
     settings = dict(method='tips', ahead=1, gap=10., learning_rate=2e-3,
                     vllm={'own_process': True, 'arguments': SETTINGS})
     killed = begin(root, tmp_path / 'killed', **settings)
@@ -470,8 +466,7 @@ def test_a_run_one_step_off_is_killed_and_resumed(root, tmp_path):
 
 
 def test_two_ranks_with_a_vllm_each_do_what_the_notebook_does(root, tmp_path):
-    """DeepSpeed trains on two ranks, each with a vLLM of its own that takes the gathered weights; the same rollouts
-    and numbers as one process without DeepSpeed, which `90_train` is by papermill."""
+    "The rollouts and numbers of one process without DeepSpeed, which `90_train` is by papermill."
     ranks = begin(root, tmp_path / 'two', learner='deepspeed', stage=3, ranks=2)
     said = ranks.communicate()[0]
     assert ranks.returncode == 0, said[-4000:]
@@ -486,8 +481,7 @@ def test_two_ranks_with_a_vllm_each_do_what_the_notebook_does(root, tmp_path):
 
 
 def test_two_ranks_learn_from_two_servers_of_which_one_is_killed(root, tmp_path, base, env, world):
-    """vLLM's own servers: what they play ahead, DeepSpeed on two ranks reads after each transfer as they sampled it. One
-    that is killed in the middle of a step leaves the games as they are, and the servers end when they are told."""
+    "Ahead or not, two ranks read what was sampled. A server killed in a step leaves the games as they are."
     model, tokenizer, folder = base
     settings = ServeSettings(replicas=2, dtype='float32', arguments=SETTINGS)
     serving = Serving(settings.commands(folder, 192, 64), tmp_path / 'servers', 900)
@@ -559,8 +553,7 @@ def test_vllms_senders_speak_to_the_servers_that_live(base, monkeypatch, way):
 
 
 def test_a_papers_file_acts_by_vllm(root, tmp_path):
-    """IGPO's file by the command in its head, in the tiny world: its learner and stage, on two ranks, each with a vLLM
-    in a process of its own that stays awake, as it must without a GPU."""
+    "IGPO's file by the command in its head, on two ranks, each with a vLLM that stays awake without a GPU."
     (tmp_path / 'runs').mkdir()
     for part in ('nbs', 'runs/params', 'settings.ini'): (tmp_path / part).symlink_to(root / part)
     (words,) = commands_of('igpo_qwen2.5_7b')

@@ -1,5 +1,4 @@
-"""CARL end to end: training by programs, in segments, with a critic that was warmed up or not, in the tiny world and
-on real sets."""
+"""CARL end to end: programs, segments, a critic that was warmed up or not, in the tiny world and on real sets."""
 import contextlib
 import dataclasses
 import importlib.util
@@ -105,10 +104,7 @@ def model(tmp_path_factory):
 
 
 class Coder(ScriptedEngine):
-    """A scripted coder in the place of the random model, which would never call (a base that plays takes minutes to
-    make).
-    The learner recomputes the log-probabilities that it was not sampled with, so that all of a step but the sampling
-    is real."""
+    "A scripted coder, for the random model would never call. All but the sampling is real: the learner reads it again."
     def __init__(self, model, tokenizer, worlds, **limits):
         memory = {text: answer for w in worlds.values() for text, answer in memory_of(w).items()}
         super().__init__(lambda text, rng: act_coder(text, rng, NOISY_CODER, memory), tokenizer)
@@ -205,8 +201,7 @@ def wrong_sign(t):
                                answer='12.5')
 
 def test_the_measures_are_of_the_runs_own_metric():
-    """An answer off by its sign: exact match drops it, GSM8K's metric does not; and CARL's match takes a gold of
-    several words inside an answer."""
+    "Off by a sign is right by exact match, not by GSM8K's; CARL's match takes a gold inside an answer."
     t = wrong_sign(example_group().trajectories[0])
     metric = {'gsm8k': benchmark_metric('gsm8k')}
     assert competence_table([t], [1]).EM[1] == 1 and competence_table([t], [1], metric).EM[1] == 0 == competence_table(
@@ -261,8 +256,7 @@ LOOKED = {
 
 @pytest.mark.parametrize('name', SETS)
 def test_a_program_is_run_on_each_set_and_its_output_becomes_a_context(spoken, rows, name):
-    """A scripted coder that calculates or searches once, notes what came, and answers with it: three segments, of
-    which the last no longer sees the output."""
+    "Three segments: a call, a note of what came, an answer that no longer sees the output."
     stage = setup_of(make_config(
         {**REAL, 'data': name, 'path': rows(name), 'model': spoken, 'turn_tokens': 400, 'context_tokens': 200}))
     code, seen = LOOKED[name]
@@ -301,8 +295,7 @@ def spy_steps(monkeypatch):
 
 
 def test_segments_sum_to_what_the_critic_did_not_expect(model, scripted, tmp_path, monkeypatch):
-    """At lambda 0, on every rollout of a run: the advantages of the segments sum to R - V(s_0), though they lie in
-    rows of their own."""
+    "At lambda 0 the advantages of a rollout's segments sum to R - V(s_0), over rows of their own."
     steps = spy_steps(monkeypatch)
     run = quiet({**TINY, 'model': model, 'steps': 3, 'run': str(tmp_path / 'run')})
     assert len(steps) == 3
@@ -595,8 +588,7 @@ def test_a_warm_up_that_ends_on_its_way_goes_on_to_the_same_numbers(model, scrip
 @pytest.mark.skipif(not importlib.util.find_spec('deepspeed'), reason='deepspeed is not installed: pip install '
                                                                       'credit_rl[train]')
 def test_ranks_warm_up_as_one_process_does(model, scripted, tmp_path, run_python):
-    """ZeRO-3 on two ranks, then its checkpoint resumed by one: the numbers and the critic of a plain warm-up of as
-    many steps."""
+    "ZeRO-3 on two ranks, resumed by one: the numbers and the critic of a plain warm-up."
     settings = {**WARM, 'model': model, 'warm_steps': 6, 'warm_least': 6, 'warm_every': 2, 'must_pass': False}
     whole = prepare({**settings, 'run': str(tmp_path / 'whole')}, say=lambda line: None)
     (tmp_path / 'parts').mkdir()
@@ -629,8 +621,7 @@ def test_random_rollouts_and_a_linear_head_for_the_matched_baseline(model, warm_
 
 
 def test_three_questions_in_ten_are_looked_up_in_another_corpus(spoken, rows, tmp_path, monkeypatch):
-    """`other_corpus` end to end: the programs of those questions find its passages, in both parts and under both
-    prompts that call; those of the others the set's own."""
+    "In both parts and under both prompts that call; the others' programs find the set's own."
     path, corpus, code = rows('hotpotqa'), tmp_path / 'corpus.jsonl', 'print(search("river Ossel"))'
     corpus.write_text(''.join(
         json.dumps({'title': f'Elsewhere {i}', 'text': 'The river Ossel.'}) + '\n' for i in range(4)))
@@ -709,8 +700,7 @@ def test_a_failed_look_up_falls_back_on_memory_as_often_as_it_should():
 
 @pytest.mark.parametrize('embed', [MINILM, None])
 def test_questions_are_clustered_by_the_named_model(warm_up, scripted, monkeypatch, embed):
-    """The vectors of the model that `embed` names, through the import of sentence-transformers, are what is clustered:
-    a topic that is rare in them is drawn as often as the frequent one. Without a name its words are."""
+    "By the vectors of `embed`, else by words: a topic rare in them is drawn as often as a frequent one."
     loaded, asked, fair = [], [], []
     rare = lambda text: sum(map(ord, text)) % 5 == 0                          # no word tells it
     class Encoder:
@@ -741,8 +731,7 @@ def test_a_model_that_cannot_be_loaded_is_told_before_anything_is_played(model, 
 
 @pytest.mark.long
 def test_the_notebook_shows_a_warm_up_and_ends_with_an_error_where_it_failed(model, scripted, tmp_path):
-    """`92_warmup` by papermill on warm-ups that are over: figure, table and report; then the reason why one may not
-    teach. And one that cannot begin."""
+    "`92_warmup` on two that are over: figure, table and report; why one may not teach."
     settings = {**WARM, 'model': model, 'warm_steps': 2, 'warm_least': 1, 'warm_every': 1}
     for name, must in (('allowed', False), ('failed', True)):
         prepare({**settings, 'must_pass': must, 'run': str(tmp_path / name)}, say=lambda line: None)
@@ -849,8 +838,7 @@ def test_finished_runs_are_examined_once_and_reported(model, warm_up, tmp_path, 
     ids=['shared, stage 3', 'frozen, stage 2'],
 )
 def test_a_critic_in_the_pieces_of_deepspeed_is_examined(model, scripted, tmp_path, more, run_python):
-    """The same run by both learners: their critics agree, what each says of a state, too, and the examination asks
-    that of the pieces."""
+    "Both learners' critics agree on every state, and the examination asks that of the pieces."
     settings = {
         **TINY, 'model': model, 'log_kl': False, 'turn_tokens': 12, **{k: v for k, v in more.items() if k != 'stage'}
     }

@@ -85,8 +85,7 @@ def test_make_export_writes_back_what_was_saved(checkout, run_python):
 
 @pytest.mark.long
 def test_the_tour_in_a_real_jupyterlab(checkout, tmp_path):
-    """All cells run without an error, beside the copies that JupyterLab makes, and the map has none of those. Saved
-    twice, a line that was edited is the only one in which git sees a difference."""
+    "Beside its copies, no error and none of them in the map; saved twice, git sees an edited line only."
     find_browser()
     book = '[...window.jupyterapp.shell.widgets("main")].find(widget => widget.context && widget.context.isReady)'
     cells = f'{book}.content.widgets.map(cell => cell.model)'

@@ -1,5 +1,4 @@
-"""HotpotQA as it was published, end to end: a model from a folder, BM25 over the passages, the published prompt, five
-training steps, rollouts one can read."""
+"""HotpotQA as it was published, end to end: BM25, the published prompt, five training steps, rollouts one can read."""
 import dataclasses
 import html
 import json
@@ -37,8 +36,7 @@ pytestmark = pytest.mark.usefixtures('on_a_cpu')
 
 
 def check_run(run, model_folder, settings):
-    """What must be true of a run of a random model: finite numbers, real prompts, right masks, rollouts that can be
-    read."""
+    "What must be true of a run of a random model: finite numbers, real prompts, right masks, readable rollouts."
     table = read_metrics(run)
     assert table.step.tolist() == list(range(settings['steps'] + 1))
     for line in (run / 'metrics.jsonl').read_text().splitlines():
@@ -90,8 +88,7 @@ def test_five_steps_on_the_sample_by_the_command_line(spoken, tmp_path, run_pyth
 
 @pytest.mark.nightly
 def test_five_steps_of_the_notebook_on_the_real_set(spoken, data, tmp_path):
-    """`90_train` by papermill. Nobody is right, so there is nothing to compare; the KL term asks for an update in each
-    mini-batch."""
+    "By papermill. Nobody is right, so the KL term asks for an update in each mini-batch."
     settings = {**SHORT, 'path': str(data / 'hotpotqa'), 'method': 'tspo', 'kl': .01}
     code, text, notebook = papermill(tmp_path / 'run' / 'notebook.ipynb', '-p', 'run', str(tmp_path / 'run'), '-p',
                                      'model', spoken, settings=settings, cwd=tmp_path)
@@ -114,8 +111,7 @@ ALIKE = ('popqa', 'bamboogle', 'hotpotqa', '2wikimultihopqa')
 @pytest.mark.parametrize('name', [pytest.param(n, marks=[pytest.mark.nightly] * (n in ALIKE))
                                   for n, b in BENCHMARKS.items() if b.common])
 def test_a_step_on_every_set(spoken, data, tmp_path, name):
-    """Training takes each set in its original format: with its own paragraphs, a corpus found beside it, or without a
-    search."""
+    "In its original format: with its own paragraphs, a corpus found beside it, or without a search."
     path = data / name / ('flashrag_test.jsonl' if name == 'triviaqa' else '')  # the original slice has three questions
     settings = {
         **SHORT, 'data': name, 'path': str(path), 'train_split': get_benchmark(name).eval_split, 'method': 'grpo',
@@ -214,8 +210,7 @@ def test_rows_of_the_same_words_stand_in_one_part(tmp_path):
 
 
 def test_sets_are_mixed_by_their_shares(tmp_path):
-    """As many of each as stand in the shares to each other: of sets of 4 and 9 training questions four each, by shares
-    of 1 and 3 three and nine; at most `questions` in all."""
+    "Of 4 and 9 questions by equal shares four each, by 1 to 3 three and nine; at most `questions`."
     rows = json.loads(SAMPLE.read_text())
     for name, n in (('hotpotqa', 4), ('2wikimultihopqa', 9)):
         (tmp_path / name).mkdir()

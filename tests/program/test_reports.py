@@ -1,5 +1,4 @@
-"""Trouble that people reported of other trainers and evaluation kits, tried on our readers (the reports are
-named in runs/log/2026-11-28.md)."""
+"""Trouble that people reported of others, tried on our readers (reports: runs/log/2026-11-28.md)."""
 import json
 
 import pytest

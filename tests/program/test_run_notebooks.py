@@ -1,5 +1,4 @@
-"""The run notebooks 90_train and 91_evaluate as papermill runs them: from anywhere, with their parameters checked, and
-shown again without doing it again."""
+"""90_train and 91_evaluate by papermill: from anywhere, with parameters checked, shown again without doing it again."""
 import json
 import os
 from pathlib import Path
@@ -22,8 +21,7 @@ SHORT = dict(model=str(ROOT / 'data' / 'tiny_base'), steps=3, eval_every=2, ques
 
 @pytest.fixture(scope='module')
 def finished(tmp_path_factory):
-    """A run that papermill made from another working directory, with its folder given relative to it: (working
-    directory, run folder, notebook)."""
+    "A run by papermill, its folder given relative to another directory: (directory, run folder, notebook)."
     cwd = tmp_path_factory.mktemp('elsewhere')
     code, text, notebook = papermill(cwd / 'runs' / 'short' / 'notebook.ipynb', '-p', 'run', 'runs/short',
                                      settings=SHORT, cwd=cwd, fresh=True)
@@ -132,8 +130,7 @@ def kernel(tmp_path):
 
 
 def run_cell(client, code, until=None):
-    """What a cell prints, and the name of the error that ends it or None. With `until`, returns once that was printed:
-    the cell is running then."""
+    "What a cell prints, and the name of its error or None; with `until`, once that is printed, while it runs."
     if code is not None: client.execute(code)
     said = ''
     while True:
@@ -148,8 +145,7 @@ def run_cell(client, code, until=None):
 
 
 def test_interrupting_the_notebook_ends_its_ranks(kernel, tmp_path):
-    """By the notebook's own cells, in a kernel, while two ranks train; then the notebook goes on from the last
-    checkpoint, on one rank, which is the kernel."""
+    "While two train; then the notebook goes on from the last checkpoint on one, the kernel."
     pytest.importorskip('deepspeed', reason='deepspeed is not installed: pip install credit_rl[train]')
     psutil = pytest.importorskip('psutil')
     manager, client = kernel

@@ -1,5 +1,4 @@
-"""The start of a run as a newcomer meets it: what is refused before anything is computed, what is said, and what a
-start that failed leaves behind."""
+"""The start of a run: what is refused before anything is computed, what is said, what a start that failed leaves."""
 import importlib
 import itertools
 import json

@@ -24,8 +24,7 @@ class Server(http.server.ThreadingHTTPServer):
 
 
 class Stub:
-    """Chat completions on a free port. `script`: function (prompt, attempt) -> reply, status, 'hang', or a body (dict,
-    bytes)."""
+    "Chat completions. `script`: function (prompt, attempt) -> reply, status, 'hang', or a body (dict, bytes)."
 
     def __init__(self, script):
         self.script, self.requests, self.lock, self.over = script, [], threading.Lock(), threading.Event()
