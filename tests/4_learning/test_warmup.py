@@ -205,8 +205,7 @@ class Ranked:
 
 @pytest.fixture(scope='module')
 def looked_up():
-    """A world whose questions all need a search when one is forced, an environment, one that searches elsewhere, and a
-    coder."""
+    "A world of questions that need a search, an environment, one that searches elsewhere, and a coder."
     world = make_world('dev', seed=3, size=200, questions=20, hops=(1, 2), competence=Competence(famous=20))
     env = tiny_environment(world, Chat(PROTOCOLS['carl-tiny'], tiny_tokenizer(numbers=True)))
     return list(world.questions), env, searching(env, Ranked(ELSEWHERE)), ScriptedEngine(
@@ -214,8 +213,7 @@ def looked_up():
 
 
 def places(data, prompt):
-    """What was searched in by the rollouts of each question under a prompt: dict id -> set of 'there' and 'elsewhere',
-    without questions that called nothing."""
+    "What the rollouts of each question searched in under a prompt: dict id -> set of 'there' and 'elsewhere'."
     out = {}
     for g, p in zip(data.groups, data.prompts):
         seen = {
@@ -234,8 +232,7 @@ def places(data, prompt):
     ids=['as in the paper', 'half', 'all', 'none', 'random'],
 )
 def test_so_many_questions_are_searched_elsewhere(looked_up, how, share):
-    """Three in ten unless told otherwise, wholly so, the same ones under every prompt and whenever they are played; a
-    random collection has the one search."""
+    "Three in ten unless told otherwise, wholly so, and the same ones under every prompt."
     questions, env, other, engine = looked_up
     plan = CollectionPlan(per_tier=15, clusters=3, repeats=2, **how)
     data = collect(Sampler(engine, SamplingParams()), env, questions, plan, other)
@@ -249,17 +246,9 @@ def test_so_many_questions_are_searched_elsewhere(looked_up, how, share):
     if 0 < share < 1: assert {tiers[q] for q in away} == {1, 2}
 
 
-def test_without_another_search_there_is_one(looked_up):
-    questions, env, _, engine = looked_up
-    assert set().union(
-        *places(collect(Sampler(engine, SamplingParams()), env, questions, CollectionPlan(per_tier=15, clusters=3)),
-                'forced').values()) == {'there'}
-
-
 @pytest.mark.parametrize('share', [.1, .3, .5, .9])
 def test_a_share_of_the_queries_falls_into_a_hole(share):
-    """Those get what ranks behind the best, always the same ones, whoever asks and in whatever order; the others get
-    the best. Larger holes hold the smaller ones."""
+    "Those get what ranks behind the best, always the same ones; larger holes hold the smaller ones."
     queries = [f'who directed film {i}' for i in range(3000)]
     found = Missing(Ranked('p'), share).search(queries, 3)
     ranks = [tuple(int(p.title.split()[1]) for p in passages) for passages in found]
