@@ -1,7 +1,7 @@
 """28_groups, 40_advantages: properties of credit rules, and what TRL and torchrl make of the same rewards.
 
-RLOO, GRPO, Dr. GRPO and REINFORCE++ are compared with TRL's trainers, GAE with torchrl. No maintained library that can
-be installed beside them holds MT-GRPO, MT-GRPO* or GiGPO: these are compared with their definitions, written out slowly.
+RLOO, GRPO, Dr. GRPO and REINFORCE++ are compared with TRL's trainers, GAE with torchrl, and what no maintained library
+holds that can be installed beside them (MT-GRPO, MT-GRPO*, GiGPO) with its definition, written out slowly.
 """
 import functools, itertools, math
 from collections import defaultdict
@@ -92,28 +92,6 @@ every_rule = pytest.mark.parametrize('rule', RULES.values(), ids=RULES)
 brief = settings(max_examples=15)
 
 
-# a power of two scales exactly: another may open a spread of one bit where there was none
-@given(batches(st.integers(-3, 3).map(float)), st.floats(-5, 5), st.sampled_from([.125, .25, .5, 2., 8.]))
-def test_shift_and_scale_do_not_matter(batch, shift, scale):
-    x, mask, groups = batch
-    anchors = anchors_of(x)
-    for rule in (lambda v: group_normalize(v, groups, mask, eps=0), lambda v: turn_normalize(v, mask, groups, eps=0),
-                 lambda v: group_normalize(v[:, 0], groups, eps=0), lambda v: reinforce_pp(v[:, 0], eps=0),
-                 lambda v: reinforce_pp(v[:, 0], groups, eps=0),
-                 lambda v: mt_grpo(v[:, 0], v[:, 0], mask[:, :2], groups, eps=0),
-                 lambda v: mt_grpo_star(v, v[:, 0], mask, groups, eps=0),
-                 lambda v: gigpo(v, anchors, mask, groups, gamma=0.0, mode='mean_std_norm', eps=0)
-                 if mask.all() else v.new_zeros(v.shape),
-                 *(lambda v, norm=norm: igpo_advantages(v, mask, groups, 0.0, norm, eps=0) for norm in NORMS)):
-        assert_close(rule(scale * x), rule(x), atol=1e-9, rtol=1e-9)
-        kept = rule(x) != 0                 # an inexact shift may open a spread of one bit where there was none
-        assert_close(rule(x + shift)[kept], rule(x)[kept], atol=1e-9, rtol=1e-9)
-    for rule in (lambda v: rloo(v[:, 0], groups), lambda v: group_normalize(v, groups, mask, scale=False),
-                 lambda v: gigpo(v, anchors, mask, groups)):     # nothing divides: they scale with the reward
-        assert_close(rule(scale * x), scale * rule(x), atol=1e-9, rtol=1e-9)
-    assert_close(rloo(x[:, 0] + shift, groups), rloo(x[:, 0], groups), atol=1e-9, rtol=1e-9)
-
-
 @every_rule
 @brief
 @given(batch=batches(), random=st.randoms(use_true_random=False))
@@ -148,15 +126,6 @@ def test_low_precision_uses_float32_statistics(rule, batch):
         out = rule(low, mask, groups)
         assert out.dtype == dtype and not out.isnan().any()
         assert torch.equal(out, rule(low.float(), mask, groups).to(dtype))
-
-
-@given(batches(lone=False))
-def test_group_advantages_sum_to_zero(batch):
-    x, mask, groups = batch
-    joint = group_normalize(x, groups, mask)
-    leave_one_out, baseline = rloo(x[:, 0], groups), reinforce_pp(x[:, 0], groups)
-    for members in cells(groups):
-        for a in (joint[members], leave_one_out[members], baseline[members]): assert abs(a.sum()) < 1e-6
 
 
 @pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16, torch.float16, torch.float64])
@@ -276,8 +245,9 @@ def test_doubling_reaches_every_length(length, factor):
 def trl_advantages(rewards, size, kind='GRPO', **settings):
     "What TRL's trainer makes of rewards (N,) in groups of `size`; NaN is a reward that could not be had."
     module = pytest.importorskip(f'trl.trainer.{kind.lower()}_trainer', reason='pip install credit_rl[train]')
-    # its method, without a model and data; what is not said below is None
-    trainer = object.__new__(type('Bare', (getattr(module, f'{kind}Trainer'),), {'__getattr__': lambda self, name: None}))
+    class Bare(getattr(module, f'{kind}Trainer')):
+        def __getattr__(self, name): return None                      # what is not said below
+    trainer = object.__new__(Bare)                                    # its method, without a model and data
     same, ids = (lambda x, *a, **k: x), [[0]] * len(rewards)
     blank = [''] * len(rewards)
     written = (ids, ids, None, blank, None, {}, None, None) if kind == 'GRPO' else (ids, ids, blank)

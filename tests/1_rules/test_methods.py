@@ -1,4 +1,4 @@
-"""60_methods, 63_train: every pair of parts either trains a step or is refused with its reason; rows that must agree
+"""60_methods, 63_train: each pair of parts either trains a step or is refused with its reason; rows that must agree
 agree; a row costs what it says."""
 import copy
 import dataclasses
@@ -123,19 +123,21 @@ class SGD(PlainBackend):
 # ---- pairs ----
 
 def pairs():
-    "Every pair of parts, the others left at their defaults, with a turn reward where the rule asks for one."
+    """Every pair of parts of which one asks something of the other, with a turn reward where the rule asks for one. Of
+    the losses GSPO's alone minds whether credit differs from turn to turn."""
     turn_rewards = [r for r in REWARDS if REWARDS[r].gives == 'turns']
     rewards = [('outcome', r) if REWARDS[r].gives != 'outcome' else (r,) for r in REWARDS]
     rewards += [('prs', 'folr'), ('outcome', 'folr', 'gain')]
     for earned, rule in itertools.product(rewards, RULES): yield earned, rule, 'all', 'ppo'
     for earned, sampling in itertools.product(rewards, SAMPLINGS):
         yield earned, 'accumulate' if set(earned) & set(turn_rewards) else 'group', sampling, 'ppo'
-    for earned, loss in zip(rewards, itertools.cycle(LOSSES)):                # a loss asks nothing of a reward
+    for earned, loss in zip(rewards, itertools.cycle(LOSSES)):
         yield earned, 'accumulate' if set(earned) & set(turn_rewards) else 'group', 'all', loss
     own = lambda rule: ('outcome', *('rules',) * RULES[rule].wants_turns)
     for rule, sampling in itertools.product(RULES, SAMPLINGS): yield own(rule), rule, sampling, 'ppo'
-    for rule, loss in itertools.product(RULES, LOSSES): yield own(rule), rule, 'all', loss
-    for sampling, loss in itertools.product(SAMPLINGS, LOSSES): yield ('outcome',), 'group', sampling, loss
+    for rule, loss in itertools.product(RULES, ('ppo', 'gspo')): yield own(rule), rule, 'all', loss
+    for rule, loss in zip(RULES, itertools.cycle(LOSSES)): yield own(rule), rule, 'all', loss
+    for sampling, loss in zip(itertools.cycle(SAMPLINGS), LOSSES): yield ('outcome',), 'group', sampling, loss
 
 
 PAIRS = sorted(set(pairs()))

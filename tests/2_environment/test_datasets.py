@@ -71,7 +71,8 @@ EXPECTED = {  # id, the end of the text, golds, what meta says among other thing
         'sample-0',
         'born?',
         ('Orvane',),
-        {'hops': 2, 'type': 'bridge', 'supporting_facts': [['Harbour of Glass (film)', 0], ['Teodor Vannick', 1]]},
+        {'hops': 2, 'type': 'bridge', 'level': 'medium',
+         'supporting_facts': [['Harbour of Glass (film)', 0], ['Teodor Vannick', 1]]},
     ),
     ('2wikimultihopqa', 0): ('calder01', 'born?', ('Orvane',), {'hops': 2, 'type': 'compositional'}),
     ('2wikimultihopqa', 1): (
@@ -84,7 +85,8 @@ EXPECTED = {  # id, the end of the text, golds, what meta says among other thing
         '2hop__11_12',
         'born?',
         ('Orvane', 'Port of Orvane'),
-        {'hops': 2, 'type': '2hop', 'supporting_facts': [['Harbour of Glass (film)', None], ['Teodor Vannick', None]]},
+        {'hops': 2, 'type': '2hop', 'supporting_facts': [['Harbour of Glass (film)', None], ['Teodor Vannick', None]],
+         'steps': [['Harbour of Glass >> director', 'Teodor Vannick'], ['#1 >> place of birth', 'Orvane']]},
     ),
     ('musique', 1): (
         '3hop1__11_13_14',
@@ -121,6 +123,12 @@ def test_an_original_row(name, i):
     assert q.text.endswith(end) and q.answers == golds and q.source == name and meta.items() <= q.meta.items()
     json.dumps([q.meta for q in questions])
     assert len({q.id for q in questions}) == len(questions) == len(own_rows(name)) and not questions.skipped
+
+
+def test_hops_of_2wiki_go_by_the_kind_of_question():
+    for kind in ('comparison', 'inference'):
+        q, _ = benchmarks.read_question(get_benchmark('2wiki'), broken('2wikimultihopqa', type=kind))
+        assert q.meta['hops'] == 2
 
 
 def test_finqas_page_is_in_the_question():
@@ -296,13 +304,13 @@ def test_where_verls_question_stands(tmp_path):
 
 def test_data_sources_that_other_projects_write(tmp_path):
     rows = [
-        verl(f'q{i}?', ['A'], data_source=s, extra_info={'index': f'x_{i}'})
+        verl(f'q{i}?', ['A'], data_source=s, extra_info={'index': f'{i}_3hop1__1_2'})
         for i, s in enumerate(['tq', '2wiki', 'Bamboogle', 'bdsaglam/musique', 'our_own'])
     ]
     path = write(tmp_path / 'a.jsonl', rows)
     # a source that nobody knows is taken for what was asked
-    assert [q.id for q in load_questions('triviaqa', path)] == ['x_0', 'x_4']
-    assert [q.id for q in load_questions('musique', path)] == ['x_3', 'x_4']
+    assert [q.id[0] for q in load_questions('triviaqa', path)] == ['0', '4']
+    assert [(q.id[0], q.meta['hops']) for q in load_questions('musique', path)] == [('3', 3), ('4', 3)]
 
 
 # ---- malformed rows ----
@@ -814,6 +822,14 @@ def test_real_questions(data, name, file, n):
 def test_real_corpora(data, name, file, n):
     corpus = strict(load_corpus, name, data / name / file)
     assert len(corpus) == n == len({p.id for p in corpus}) and all(p.text.strip() and p.title for p in corpus)
+
+
+def test_real_folders(data):
+    for name in FILES:
+        bench = BENCHMARKS[name]
+        if not bench.common: continue
+        assert load_questions(name, data / name, split=bench.eval_split)
+        if bench.has_corpus: assert len(load_corpus(name, data / name)) > 300
 
 
 @pytest.mark.parametrize('name', ['hotpotqa', '2wikimultihopqa', 'musique'])

@@ -379,14 +379,13 @@ def test_the_hash_of_a_judges_words_stands_apart(spelling, reward, tmp_path):
     assert judge_hashes(compose('prs').bind({})) == judge_hashes(compose('outcome/group').bind({})) == {}
 
 
-def test_a_run_keeps_its_protocol_and_the_hash_of_its_prompt(root, file, tmp_path):
+def test_a_run_keeps_its_protocol_and_the_hash_of_its_prompt(root, file, tmp_path, finished):
     "Another system message, in words that the tiny model has; words that it lacks are refused."
     given = dict(model=str(root / 'data' / 'tiny_base'), steps=0, questions=9, dev_questions=4, test_questions=4,
                  threads=1)
     prompt = file('film')
-    for name, more, protocol in (('a', {}, PROTOCOLS['tiny']), ('b', {'system_prompt': prompt}, reword(
-            PROTOCOLS['tiny'], system_prompt=prompt))):
-        folder = train({**given, **more, 'run': str(tmp_path / name)}, say=lambda line: None)
+    other = train({**given, 'system_prompt': prompt, 'run': str(tmp_path / 'run')}, say=lambda line: None)
+    for folder, protocol in ((finished(), PROTOCOLS['tiny']), (other, reword(PROTOCOLS['tiny'], system_prompt=prompt))):
         summary = json.loads((folder / 'summary.json').read_text())
         assert (summary['protocol'], summary['prompt_hash']) == ('tiny', prompt_hash(protocol))
         assert 'judge_prompt_hashes' not in summary

@@ -1,11 +1,9 @@
-"""54_warmup: the gate's numbers against scikit-learn, its edges, and draws that are even."""
-import math
+"""54_warmup: the edges of the gate, who is asked and who searches elsewhere, and draws that are even."""
 from collections import Counter
 
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
-from sklearn.metrics import accuracy_score, explained_variance_score, roc_auc_score
 
 from credit_rl.engine import SamplingParams, ScriptedEngine
 from credit_rl.protocol import PROTOCOLS, Chat, byte_tokenizer
@@ -18,28 +16,6 @@ from credit_rl import warmup
 from credit_rl.warmup import (choose_questions, collect, CollectionPlan, draw_evenly, GATE, gate, GateFailed,
                               GateReport, Missing, Pairs, with_prompt, Sampler, searching, warm_up, WarmUp)
 from credit_rl.world import Competence, make_world
-
-
-def example(seed, n=80):
-    g = torch.Generator().manual_seed(seed)
-    rand = lambda *shape: torch.rand(*shape, generator=g)
-    tier = torch.where(rand(n) < .5, 1, 2)
-    tier[:2] = torch.tensor([1, 2])
-    kept = (rand(n) < .6).double()
-    change = (rand(n) - .5 + .3 * (kept.float() - .5)).double()
-    returns = (rand(n) < .5).double()
-    return rand(n), tier, torch.stack([change, kept], 1), rand(n).double() * .5 + returns * .5, returns
-
-
-@pytest.mark.parametrize('seed', range(5))
-def test_the_gate_is_scikit_learns(seed):
-    v0, tier, pairs, values, returns = example(seed)
-    report = gate(v0, tier, pairs, values, returns)
-    assert math.isclose(report.auc, roc_auc_score(tier == 2, v0), abs_tol=1e-9)
-    assert math.isclose(report.sign_accuracy, accuracy_score(pairs[:, 1] == 1, pairs[:, 0] > 0), abs_tol=1e-9)
-    assert math.isclose(report.explained_variance, explained_variance_score(returns, values), abs_tol=1e-9)
-    assert report.passed == all(getattr(report, n) >= least for n, (least, _) in GATE.items()) and set(
-        report.failed) == {n for n, (least, _) in GATE.items() if getattr(report, n) < least}
 
 
 @pytest.mark.parametrize('name', GATE)
