@@ -6,7 +6,6 @@ import torch
 from torch.testing import assert_close
 
 from credit_rl.adapters import Arrays, assign_arrays
-from credit_rl.losses import policy_loss
 from credit_rl.methods import compose
 from credit_rl.parts import assign
 from credit_rl.trajectory import Group, Result, Stop, example_group
@@ -51,21 +50,6 @@ def test_the_whole_rollout_leaves_and_the_others_keep_their_advantage():
     assert compose('outcome/group/no-void').bind().metrics(batch)['void_rollouts'] == pytest.approx(1 / 3)
 
 
-def test_a_right_answer_after_a_void_turn_leaves_too():
-    broken = replace(RIGHT.turns[0], call=None, result=Result.MALFORMED)
-    group = Group(GROUP.question, [replace(RIGHT, turns=(broken, *RIGHT.turns[1:])), NEAR, LOST])
-    batch, found = credit('outcome/group/no-void', group)
-    assert not found[batch.layout.row_trajectory == 0].any() and found[batch.layout.row_trajectory == 1].any()
-
-
-def test_nothing_changes_without_void_turns_and_nothing_is_left_where_all_have_one():
-    for rule in ('outcome/group', 'outcome+folr/turns', 'prs/group'):
-        name = rule + '/no-void'
-        assert_close(credit(name, GROUP)[1], credit(rule, GROUP)[1])
-    cut = Group(GROUP.question, [*map(without_answer, GROUP.trajectories)])
-    assert not credit('outcome/group/no-void', cut)[1].any()
-
-
 def test_a_trainers_arrays_have_no_text_and_are_refused():
     arrays = Arrays(torch.tensor([[1, 0, 1], [1, 0, 1]]), ['q', 'q'], [1., 0.])
     with pytest.raises(ValueError, match='looks'): assign_arrays('outcome/group/no-void', arrays)
@@ -74,23 +58,3 @@ def test_a_trainers_arrays_have_no_text_and_are_refused():
 def test_of_several_groups_each_rollout_has_its_own_mark():
     groups = [GROUP, Group(GROUP.question, [without_answer(LOST), RIGHT])]
     assert void_rollouts(groups).tolist() == [False, False, False, True, False]
-
-
-@pytest.mark.parametrize('seed', range(3))
-def test_the_loss_is_its_formula_token_by_token(seed):
-    "(1 − v) in front of each rollout's clipped surrogate, by a loop in plain numbers."
-    group = Group(GROUP.question, [RIGHT, without_answer(NEAR), LOST, without_answer(RIGHT)])
-    batch, found = credit('outcome/group/no-void', group)
-    layout, g = batch.layout, torch.Generator().manual_seed(seed)
-    old, new = (-torch.rand(layout.trained.shape, generator=g) * 2 for _ in range(2))
-    weights = layout.trained / layout.trained.sum()
-    outcomes, void = [1., 0., 0., 0.], [False, True, False, True]
-    mean = sum(outcomes) / 4
-    spread = (sum((x - mean) ** 2 for x in outcomes) / 4) ** .5
-    loss = 0.
-    for r, t in layout.trained.nonzero().tolist():
-        i = int(layout.row_trajectory[r])
-        a, ratio = (outcomes[i] - mean) / spread, float((new[r, t] - old[r, t]).exp())
-        kept = min(ratio * a, min(max(ratio, .8), 1.2) * a)
-        loss -= (1 - void[i]) * kept / int(layout.trained.sum())
-    assert policy_loss(new, old, found, weights).item() == pytest.approx(loss, rel=1e-4)

@@ -17,8 +17,7 @@ from credit_rl.models import load_model
 from credit_rl.outcome import extract_answer
 from credit_rl.methods import compose
 from credit_rl.parameters import from_settings
-from credit_rl.protocol import (PROTOCOLS, TOOL_PROMPT, WORDS, Chat, byte_tokenizer, last_answer, parse, prompt_hash,
-                                reword)
+from credit_rl.protocol import PROTOCOLS, TOOL_PROMPT, WORDS, Chat, byte_tokenizer, prompt_hash, reword
 from credit_rl.prs import PRS_JUDGE_PROMPT
 from credit_rl.readers import Passage
 from credit_rl.retrieval import BM25
@@ -84,22 +83,6 @@ def test_the_last_well_formed_answer_of_the_models_messages_counts(says, malform
     assert all(x.kind == 'tool' for x in t.turns[:-1]) and measure(t)['answer_rate'] == (t.answer is not None)
 
 
-def test_by_hand_which_answer_counts():
-    last = Chat(PATIENT, TOKENIZER)
-    assert play([f'{ANSWER} or <answer> Vienna </answer>, perhaps']).answer == 'Rabat'       # it was stopped there
-    t = play([f'{ANSWER} or <answer> Vienna </answer>, perhaps'], last)
-    assert (t.answer, t.stop, len(t.turns)) == ('Vienna', Stop.ANSWER, 1)
-    t = play([ANSWER + CALL, '<answer> Curtiz </answer>.'], last)
-    assert t.answer == 'Curtiz' and [x.result for x in t.turns] == [Result.OK, Result.NONE]  # the call was answered
-    t = play([ANSWER + CALL, 'hm', CALL], last, max_turns=3)
-    assert (t.answer, t.stop) == ('Rabat', Stop.TURN_CAP)                                   # nothing better followed
-    broken = f'{ANSWER} <tool_call> ; </tool_call>'
-    assert play([broken, '<answer> x </answer>'], last).answer == 'x'
-    assert play([broken], last, malformed='end').answer == 'Rabat'
-    assert parse(PATIENT, '<answer> a </answer> <answer> </answer>').answer is None
-    assert last_answer(PROTOCOLS['carl'], r'\boxed{1} \boxed{2}.') == '2'
-
-
 @pytest.fixture(scope='module')
 def base(root):
     "The small base and its tokenizer, on the CPU."
@@ -132,74 +115,7 @@ def test_a_model_goes_on_after_its_answer_until_it_ends_its_message(base, both):
     assert (Learner(base[0]).evaluate(layout).logp - layout.logps).abs().max() < 1e-3
 
 
-# ---- several calls, words and answers in one message ----
-
-def call_of(protocol, query):
-    "A call as this protocol writes it."
-    tool = (protocol.tools or [{'function': {'name': 'search'}}])[0]['function']
-    body = query if protocol.call_style != 'json' else json.dumps({'name': tool['name'], 'arguments': {'query': query}})
-    return f'<{protocol.call_tag}>{body}</{protocol.call_tag}>'
-
-
-SEARCHING = [(name, stop) for name, p in PROTOCOLS.items() if p.call_style in ('json', 'query', 'text')
-             for stop in ('tag', 'message') if stop == 'tag' or p.response_role]
-
-
-@pytest.mark.parametrize('name, stop', SEARCHING)
-def test_what_one_message_holds(name, stop):
-    """All calls in order; what stands behind one ends nothing; one that is broken is named; nobody writes a tool's
-    answer but the tool. The end of a call's tag cuts off what follows where it ends the message."""
-    chat = chat_of(name, call_stop=stop)
-    first, second, reads = call_of(chat.protocol, 'one'), call_of(chat.protocol, 'two'), chat.parse
-    every = ['one', 'two'] if stop == 'message' else ['one']
-    thought = f'<{chat.protocol.think_tag}>Not {second} nor {ANSWER}</{chat.protocol.think_tag}>'
-    fake = f'<{chat.protocol.response_tag}>It is Rabat.</{chat.protocol.response_tag}>'
-    assert reads(f'{first}\n{second}').call['queries'] == reads(f'{first} and {second} I wait.').call['queries'] == every
-    for behind in (' I wait.', ANSWER, f'{ANSWER}.', '<answer> open'):
-        assert reads(first + behind).call['queries'] == ['one']
-    broken = reads(f'{first} <{chat.protocol.call_tag}> </{chat.protocol.call_tag}> {second}')
-    assert 'call 2 of 3' in broken.error if stop == 'message' else broken.call['queries'] == ['one']
-    if stop == 'message':
-        assert 'call 2 of 2' in reads(f'{first} <{chat.protocol.call_tag}> tw').error        # cut off in its second call
-        assert parse(chat.protocol, thought + first).call['queries'] == ['one']
-        assert parse(chat.protocol, f'Not {second}</think>{first}').call['queries'] == ['one']
-        assert chat.protocol.response_tag in reads(first + fake + ANSWER).error
-    assert chat.protocol.response_tag in reads(fake + ANSWER).error
-    assert chat.protocol.response_tag in reads(fake + first).error
-    told = f'<{chat.protocol.think_tag}>{fake}?</{chat.protocol.think_tag}>{ANSWER}'            # it only thinks of one
-    assert reads(told).answer == 'Rabat'
-
-
-def test_programs_of_one_message_are_named():
-    message = replace(PROTOCOLS['carl-tiny'], call_style='python')
-    both = parse(message, '<tool_call>print(1)</tool_call><tool_call>print(2)</tool_call>')
-    assert 'one program' in both.error and parse(message, '<tool_call>print(1)</tool_call>').call
-
-
-def test_all_calls_of_a_message_are_one_search():
-    "Before, the last one alone ran, and words behind a call ended the rollout."
-    chat, later = chat_of(call_stop='message'), '<tool_call> Michael Curtiz </tool_call>'
-    t = play([CALL + later + 'I wait.', ANSWER], chat, malformed='end')
-    assert t.turns[0].call['queries'] == ['Casablanca', 'Michael Curtiz'] and t.answer == 'Rabat'
-    assert t.turns[0].observation_text.count('Query: ') == 2 and t.turns[0].returned.count('Casablanca') == 2
-    t = play([CALL + '<tool_response>Rabat</tool_response>' + ANSWER], chat, malformed='end')
-    assert (t.answer, t.turns[0].result, t.stop) == (None, Result.MALFORMED, Stop.NO_ANSWER)
-
-
 # ---- after a malformed turn ----
-
-def test_a_malformed_turn_is_answered_or_the_last():
-    says = ['no tags', '<tool_call> </tool_call>', ANSWER]
-    t = play(says)
-    assert [x.result for x in t.turns] == [Result.MALFORMED, Result.MALFORMED, Result.NONE] and t.answer == 'Rabat'
-    assert t.turns[0].observation_text.startswith('Error: ')
-    for first in says[:2]:
-        t = play([first, ANSWER], malformed='end')
-        assert (len(t.turns), t.stop, t.answer) == (1, Stop.NO_ANSWER, None)
-        assert t.turns[0].result is Result.MALFORMED and t.turns[0].observation_ids == ()
-    good = [CALL, ANSWER]
-    assert response(play(good, malformed='end')) == response(play(good))                    # nothing was malformed
-
 
 def test_what_a_tool_refuses_is_answered_under_either_rule():
     broken = '```python\nlook it up\n```\n'
@@ -237,7 +153,7 @@ def chatter(base):
 def uncapped(chatter): return [response(t) for t in chatter()]
 
 
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=8)
 @given(st.integers(1, 420))
 @pytest.mark.long
 def test_a_response_is_cut_where_its_cap_is_and_is_as_long_as_that(chatter, uncapped, most):
@@ -420,14 +336,13 @@ def test_the_hash_of_a_judges_words_stands_apart(spelling, reward, tmp_path):
     assert judge_hashes(compose('prs').bind({})) == judge_hashes(compose('outcome/group').bind({})) == {}
 
 
-def test_a_run_keeps_its_protocol_and_the_hash_of_its_prompt(root, file, tmp_path):
+def test_a_run_keeps_its_protocol_and_the_hash_of_its_prompt(root, file, tmp_path, finished):
     "Another system message, in words that the tiny model has; words that it lacks are refused."
     given = dict(model=str(root / 'data' / 'tiny_base'), steps=0, questions=9, dev_questions=4, test_questions=4,
                  threads=1)
     prompt = file('film')
-    for name, more, protocol in (('a', {}, PROTOCOLS['tiny']), ('b', {'system_prompt': prompt}, reword(
-            PROTOCOLS['tiny'], system_prompt=prompt))):
-        folder = train({**given, **more, 'run': str(tmp_path / name)}, say=lambda line: None)
+    other = train({**given, 'system_prompt': prompt, 'run': str(tmp_path / 'run')}, say=lambda line: None)
+    for folder, protocol in ((finished(), PROTOCOLS['tiny']), (other, reword(PROTOCOLS['tiny'], system_prompt=prompt))):
         summary = json.loads((folder / 'summary.json').read_text())
         assert (summary['protocol'], summary['prompt_hash']) == ('tiny', prompt_hash(protocol))
         assert 'judge_prompt_hashes' not in summary

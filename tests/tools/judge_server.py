@@ -26,10 +26,9 @@ class Server(http.server.ThreadingHTTPServer):
 
 
 class Stub:
-    """Chat completions on a free port. `script`: function (prompt, attempt) -> reply, status, 'hang', or a body (dict,
-    bytes)."""
+    "Chat completions. `script`: function (prompt, attempt) -> reply, status, 'hang', or a body (dict, bytes)."
 
-    def __init__(self, script):
+    def __init__(self, script, port=0):
         self.script, self.requests, self.lock, self.over = script, [], threading.Lock(), threading.Event()
         stub = self
 
@@ -61,7 +60,7 @@ class Stub:
 
             def log_message(self, *args): pass
 
-        self.server = Server(('127.0.0.1', 0), Handler)
+        self.server = Server(('127.0.0.1', port), Handler)
         self.server.daemon_threads = True
         self.thread = threading.Thread(target=self.server.serve_forever, kwargs={'poll_interval': 0.02}, daemon=True)
 
