@@ -18,10 +18,10 @@ from .information_gain import belief_of, belief_warning
 from .launch import Progress, set_torch
 from .layout import hidden_states, pack, turn_means
 from .methods import get_method
-from .options import flat_options, options_in, setting
+from .options import SettingsGroup, flat_options, options_in, setting
 from .parameters import by_group, error_line, from_settings, make_parser, read_settings
 from .parts import assign
-from .rollout import RolloutSize, continuations, rollout
+from .rollout import continuations, rollout
 from .runlog import SilentLog, atomic_write, plain_json, write_json, writing
 from .significance import jackknife, ratio_interval
 from .settings import DOZEN, Keeping, Config, check, make_config
@@ -387,8 +387,10 @@ def _audit_figure(
 _RULES = ('grpo', 'tspo', 'igpo', 'tips', 'ppo', 'prs+vspo', 'gigpo', 'mt-grpo*', 'oracle')
 
 @dataclass(frozen=True)
-class AuditChoice(RolloutSize):
+class AuditChoice(SettingsGroup):
     "An audit."
+    asked: int = setting(16, 'questions that are played', least=2)
+    attempts: int = setting(4, 'attempts at each', least=2)
     rules: list = setting(list(_RULES), 'rows of METHODS that are judged')
     plays: int = setting(16, 'continuations of every state', least=2)
     teach: int = setting(4, 'batches from which a critic learns before it is judged', least=0)

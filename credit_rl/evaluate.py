@@ -195,7 +195,7 @@ def check_evaluation(settings):  # Evaluation
     if s.engine == 'vllm':
         rank_gpu(s.vllm, s.ranks)
         check_vllm_settings(_vllm(s.dtype, s.ranks, s.vllm), s.sampling, s.max_tokens)
-    check_hosts(s.ranks, s.hosts.file, s.hosts.count, s.hosts.endpoint)
+    check_hosts(s.ranks, s.hosts.count, s.hosts.endpoint)
     check_threads(s.torch.threads)
     read_template(s.template.name)
     for name in set_names(s.data):
@@ -762,7 +762,7 @@ def replay_evaluation(
     say, players, out = say or (lambda line: print(line, flush=True)), {}, {}
     for place in set_folders(folder):
         before, rows = read_manifest(place), read_turns(place)
-        s = from_settings(Evaluation, {**before['settings'], 'hosts.file': None, 'hosts.count': 1, **dotted(changes or {}, flat_options(Evaluation))})
+        s = from_settings(Evaluation, {**before['settings'], 'hosts.count': 1, **dotted(changes or {}, flat_options(Evaluation))})
         check_evaluation(s)
         set_torch(s.torch.threads, s.torch.tf32)
         other = ('data', 'path', 'corpus', 'split', 'questions', 'run')

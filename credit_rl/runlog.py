@@ -1155,7 +1155,7 @@ def read_summary(folder):  # of a run
     return read_json(path) if is_stored(path) else None
 
 # %% ../nbs/machinery/02_runlog.ipynb #c072
-MAY_CHANGE = ('steps', 'resume', 'run', 'torch.threads', 'eval_every', 'track', 'measure', 'hosts.file', 'hosts.count',
+MAY_CHANGE = ('steps', 'resume', 'run', 'torch.threads', 'eval_every', 'track', 'measure', 'hosts.count',
               'hosts.endpoint', 'ranks', 'act_rows', 'tflops', 'dry_run', 'learner.offload', 'stop.bad_step', 'log.steps',
               'patience', 'healthy', 'checkpoints.keep', 'checkpoints.minutes', 'checkpoints.restarts',
               'checkpoints.grace', 'serve', 'servers')                           # of a run that is resumed
