@@ -436,17 +436,14 @@ def _judged_run(
     engine = make_engine(still, origin.start, stage.model, stage.chat.tokenizer)
     run = Run(still, stage, engine, make_learner(still, origin, stage.model), SilentLog(config.run),
               say=lambda line: say(f'{name}, {line}'))
-    for step in range(1, teach + 1 if critic else 1): _teach_critic(run, step)
+    for step in range(1, teach + 1 if critic else 1):        # without advantages the policy has nothing to learn
+        groups, rewards = play_step(run.actor, run.method, step)
+        batch = assign(run.method, groups, run.look(step), torch.Generator().manual_seed(step), run.prefix, rewards,
+                       run.tree)
+        if batch.empty: continue
+        nothing = torch.zeros_like(batch.credit.advantages)
+        run.learner.step(batch.layout, batch.seen, dataclasses.replace(batch.credit, advantages=nothing))
     return run
-
-def _teach_critic(run, step):
-    "Let a run's critic learn from a batch that its policy plays. Without advantages the policy has nothing to learn."
-    groups, rewards = play_step(run.actor, run.method, step)
-    batch = assign(run.method, groups, run.look(step), torch.Generator().manual_seed(step), run.prefix, rewards,
-                   run.tree)
-    if batch.empty: return
-    nothing = torch.zeros_like(batch.credit.advantages)
-    run.learner.step(batch.layout, batch.seen, dataclasses.replace(batch.credit, advantages=nothing))
 
 # %% ../nbs/6_looking/71_audit.ipynb #a026x2
 def run_audit(
@@ -515,10 +512,6 @@ def _make_audit(config, auditing, say):
     credits = plain, truth.credit(slice(auditing.plays // 2)), truth.credit(slice(auditing.plays // 2, None))
     saving = rollouts_saved(*(_question_gradients(x, gradients, truth.owner) for x in credits))
     return truth, table, {'belief': belief, 'saving': dict(zip(('times', 'low', 'high'), saving))}, against
-
-# %% ../nbs/6_looking/71_audit.ipynb #a026x6
-#| export
-
 
 # %% ../nbs/6_looking/71_audit.ipynb #a031
 _UNREAD = ('method', 'options', 'steps', 'resume', 'dry_run', 'learning_rate', 'adamw.warmup', 'adamw.clip', 'ahead',

@@ -413,17 +413,13 @@ def _spread(values, form='{:.3f}'):
 # %% ../nbs/6_looking/74_compare.ipynb #c041
 def _code_note(summaries):
     "What a row says of the code that made it: a text, empty if that is today's."
-    if any(_replay_agrees(s) for s in summaries): return ''
+    replays = [s['replay'] for s in summaries if s.get('replay')]
+    if any(r['agrees'] and not changed_modules(r['code']) for r in replays): return ''
     recorded = [s.get('code') or {} for s in summaries]
     if any(len(h) == 12 for code in recorded for h in code.values()):
         return 'rerun needed: made before imports were followed'
     changed = sorted({m for code in recorded for m in changed_modules(code)})
     return f'rerun needed: {", ".join(changed)} changed' if changed else ''
-
-def _replay_agrees(summary):
-    "Whether a run was replayed by the present code, and agreed."
-    found = summary.get('replay')
-    return bool(found and found['agrees'] and not changed_modules(found['code']))
 
 def _table_row(method, runs):
     "One method's row: cells as text, its hops columns by name."

@@ -290,10 +290,6 @@ def load_corpus(
     return out
 
 # %% ../nbs/2_environment/10_datasets.ipynb #c124
-def _draw(question, seed):
-    "Place a question in the draw of a seed: a hash, as good as random and the same everywhere."
-    return hashlib.sha256(f'{seed}\0{question.source}\0{question.id}'.encode()).digest()
-
 def subsample(
     questions,  # list of Question
     n,          # how many to keep, at least 1; all of them if there are no more
@@ -301,7 +297,8 @@ def subsample(
 ):
     "Keep `n` of `questions` by a seeded draw, in their order; the draw does not depend on the order. Raises on n < 1."
     if n < 1: raise ValueError(f'n must be at least 1, got {n}')
-    kept = sorted(range(len(questions)), key=lambda i: _draw(questions[i], seed))[:n]
+    draw = lambda q: hashlib.sha256(f'{seed}\0{q.source}\0{q.id}'.encode()).digest()    # the same everywhere
+    kept = sorted(range(len(questions)), key=lambda i: draw(questions[i]))[:n]
     return [questions[i] for i in sorted(kept)]
 
 # %% ../nbs/2_environment/10_datasets.ipynb #c128

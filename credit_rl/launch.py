@@ -252,15 +252,12 @@ def keep_traceback(
     except BaseException as e:
         if isinstance(e, SystemExit) and not e.code: raise                  # it saved, as all others, and was told to end
         atexit.unregister(_leave_ranks)                                     # it could wait for the others
-        if isinstance(e, Exception): _write_error(Path(folder)/'errors', rank, f'{type(e).__name__}: {e}')
+        if not isinstance(e, Exception): raise
+        (place := Path(folder)/'errors').mkdir(parents=True, exist_ok=True)
+        (place/f'rank-{rank}.txt').write_text(traceback.format_exc(), 'utf-8', 'backslashreplace')
+        note = {'time': time.time(), 'error': f'{type(e).__name__}: {e}', 'host': socket.gethostname()}
+        atomic_write(place/f'rank-{rank}.json', lambda part: part.write_text(json.dumps(note)))
         raise
-
-def _write_error(place, rank, error):
-    "Write the traceback of the exception at hand, and what it says with time and host."
-    place.mkdir(parents=True, exist_ok=True)
-    (place/f'rank-{rank}.txt').write_text(traceback.format_exc(), 'utf-8', 'backslashreplace')
-    note = json.dumps({'time': time.time(), 'error': error, 'host': socket.gethostname()})
-    atomic_write(place/f'rank-{rank}.json', lambda part: part.write_text(note))
 
 # %% ../nbs/machinery/03_launch.ipynb #c012
 # as torchrun reports ranks that a signal ended

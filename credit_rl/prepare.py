@@ -64,6 +64,10 @@ class WarmUpChoice(Collection):
             raise ValueError(f'no step counts: warm_least={self.warm_least} is after warm_steps={self.warm_steps}')
 
 # %% ../nbs/5_run/65_prepare.ipynb #c006
+_UNREAD = {'steps', *flat_options(Learning), *flat_options(Keeping)} - {      # of a training: no policy is trained
+    'adamw.clip', 'row_tokens', 'track', 'stop.bad_step', 'checkpoints.keep', 'checkpoints.minutes',
+    'checkpoints.restarts', 'checkpoints.grace'}
+
 @dataclass(frozen=True)
 class Warming(WarmUpChoice, Config):
     "A training's settings, and its critic's warm-up's."
@@ -343,10 +347,6 @@ def calibration_pairs(folders):  # as in warmup_table
     return {kind: torch.tensor([*zip(*found)], dtype=torch.float64) for kind, found in pairs.items() if found}
 
 # %% ../nbs/5_run/65_prepare.ipynb #c029
-_UNREAD = {'steps', *flat_options(Learning), *flat_options(Keeping)} - {      # of a training: no policy is trained
-    'adamw.clip', 'row_tokens', 'tree', 'track', 'stop.bad_step', 'checkpoints.keep', 'checkpoints.minutes',
-    'checkpoints.restarts', 'checkpoints.grace'}
-
 def main(arguments=None):
     """`python -m credit_rl.prepare setting=value …`, values as in YAML; `--params FILE` reads a YAML file of settings
     first. Exit code 1 if the critic did not pass."""

@@ -206,15 +206,12 @@ def _service(o):
     scorer = make_scorer(o['prm'])
     return scorer if isinstance(scorer, _Scorer) else None
 
-def _counts(o):
-    "What the scorer of a run counted."
-    counts = getattr(make_scorer(o['prm']), 'counts', {})
-    return {f'prm_{name}': n for name, n in counts.items()}
-
 PARTS = (
     Reward('prm', r'r_{i,k} = p_{\text{PRM}}(\text{good} \mid q, a_{\le k}, o_{<k})', 'process reward models',
            gives='levels', text=lambda groups, rewards, o: process_scores(groups, make_scorer(o['prm'])),
-           check=lambda o: check_scorer(o['prm']), service=_service, metrics=lambda batch, o: _counts(o),
+           check=lambda o: check_scorer(o['prm']), service=_service,
+           metrics=lambda batch, o: {f'prm_{name}': count for name, count in
+                                     getattr(make_scorer(o['prm']), 'counts', {}).items()},
            logs={'prm_texts': 'texts that the process reward model was given since the run began',
                  'prm_failures': 'of these, texts without a score: their rollouts are missing',
                  'prm_cut': 'of these, texts that were too long, so that their beginning was left out'},

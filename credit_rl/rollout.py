@@ -172,17 +172,15 @@ def _call(env, drafts, actions):
         replies.update(zip(alike, skipping(env.tool, skip).call([calls[i] for i in alike])))
     return [replies[i] for i in range(len(calls))]
 
-def _read_reply(text, call):
-    "What a tool said to a call, as an `Observation`: one that did not say what it found is read for it."
-    return text if isinstance(text, Observation) else read_observation(text, call.get('queries'))
-
 def _observe(env, drafts, actions, read, ended):
     """What the environment says to the actions numbered in `read`: (Observation, Result, ids), and None to the others.
     All calls run as one batch; `ended` says of each that is read whether the model ended its message itself."""
     calling = [i for i in read if actions[i].call]
     replies = {i: (Observation(f'Error: {actions[i].error}'), Result.MALFORMED) for i in read}
     said = _call(env, [drafts[i] for i in calling], [actions[i] for i in calling])
-    replies.update((i, (_read_reply(text, actions[i].call), result)) for i, (text, result) in zip(calling, said))
+    for i, (text, result) in zip(calling, said):             # one that does not say what it found is read for it
+        found = isinstance(text, Observation)
+        replies[i] = text if found else read_observation(text, actions[i].call.get('queries')), result
     own = [replies[i][1] is Result.MALFORMED for i in read]
     ids = env.chat.batch_observation_ids([replies[i][0] for i in read], ended, own)
     coded = {i: (*replies[i], x) for i, x in zip(read, ids)}

@@ -1002,13 +1002,6 @@ class _Trackers:
         for tell, _ in self.opened: tell(step, known)
 
 # %% ../nbs/machinery/02_runlog.ipynb #c051
-def _check_values(values):
-    "Refuse a metric that is neither number nor string. Raises TypeError with its name."
-    for name, value in values.items():
-        if not isinstance(value, (str, numbers.Real)):
-            raise TypeError(f'metric {name!r}: wanted a number or a string, got {type(value).__name__}; .item() turns '
-                            'a tensor of one element into a number')
-
 def _undo_beginning(folder):
     "Remove what a run has written before its first checkpoint, part that was played, or summary; where it has one, nothing."
     if _checkpoints(folder) or any((folder/name).exists() for name in ('summary.json', 'played')): return
@@ -1067,7 +1060,10 @@ class RunLog(Hold):
         "Append one line of metrics, and the clocks. Raises on an unknown name and on a step that goes back."
         _check_metrics(values)
         values = {**self._clock.read(), **values}
-        _check_values(values)
+        for name, value in values.items():
+            if not isinstance(value, (str, numbers.Real)):
+                raise TypeError(f'metric {name!r}: wanted a number or a string, got {type(value).__name__}; .item() '
+                                'turns a tensor of one element into a number')
         self._append('metrics.jsonl', step, [values])
         self._trackers.show(self.folder, step, values)
 
@@ -1235,42 +1231,32 @@ def saving(path):  # of a checkpoint
                       f'its disk has {free / 1e9:.3g} GB free{limit}; '
                       'earlier checkpoints are kept: make room, or raise the limit, and go on with resume=True') from e
 
-# %% ../nbs/machinery/02_runlog.ipynb #c070
-def _equal(x, y, tolerance):
-    "True for equal values, two NaNs, and numbers at most `tolerance` apart."
-    if isinstance(x, (int, float)) and isinstance(y, (int, float)):
-        return x == y or abs(x - y) <= tolerance or (math.isnan(x) and math.isnan(y))
-    return x == y
-
 # %% ../nbs/machinery/02_runlog.ipynb #c071
 def same_metrics(a, b,           # folders of two runs
                  tolerance=0.0): # largest absolute difference of two numbers that count as equal
     "Differences between the metrics of two runs, clocks apart: list of str, empty if there are none."
     first, second, differences = metrics_by_step(a), metrics_by_step(b), []
+    number = lambda v: isinstance(v, (int, float))
+    same = lambda v, w: v == w or number(v) and number(w) and (abs(v - w) <= tolerance or v != v and w != w)
     for step in sorted(first.keys() | second.keys()):
         x, y = first.get(step), second.get(step)
         if x is None or y is None:
             differences.append(f'step {step}: only in the {"second" if x is None else "first"} run')
             continue
         for name in sorted(x.keys() | y.keys()):
-            if not name.startswith('seconds') and not _equal(x.get(name), y.get(name), tolerance):
+            if not name.startswith('seconds') and not same(x.get(name), y.get(name)):
                 differences.append(f'step {step}: {name} is {x.get(name, "absent")} in the first run, '
                                    f'{y.get(name, "absent")} in the second')
     return differences
 
 # %% ../nbs/machinery/02_runlog.ipynb #c077
-def _without_docstring(node):
-    "Body of a module, class or function; its docstring left out."
-    first = node.body[0] if node.body else None
-    text = isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant) and isinstance(first.value.value, str)
-    return node.body[1:] if text else node.body
-
 def _tree_text(node):
     "Syntax tree as text, the same for code that differs in comments, docstrings and formatting only."
     if isinstance(node, list): return '[' + ','.join(map(_tree_text, node)) + ']'
     if not isinstance(node, ast.AST): return repr(node)
     documented = isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef))
-    fields = {**dict(ast.iter_fields(node)), **({'body': _without_docstring(node)} if documented else {})}
+    told = documented and ast.get_docstring(node, clean=False) is not None
+    fields = dict(ast.iter_fields(node)) | ({'body': node.body[1:]} if told else {})
     kept = [f'{n}={_tree_text(v)}' for n, v in fields.items() if v is not None and v != []]
     return f'{type(node).__name__}({",".join(kept)})'
 

@@ -371,18 +371,13 @@ def make_config(
     settings: dict name -> value
     say: function called with a line of text; None: nobody is told
     """
-    _refuse_options(settings)
-    return from_settings(Config, as_played(settings, Config, say))
-
-def _refuse_options(settings):
-    "Refuse an option of the method that stands among the settings."
-    method = settings.get('method', Config.method)
-    options = METHODS[str(method)].knobs if str(method) in METHODS else {}
-    for name in settings:
+    method = str(settings.get('method', Config.method))
+    options = METHODS[method].knobs if method in METHODS else {}
+    for name, value in settings.items():
         if name in options and name not in (*options_in(Config), *MOVED):
-            value = settings[name]
             raise ValueError(f'{name} is an option of the method {method!r}, not a setting: write options.{name}='
                              f'{value} on the command line, and options: {{{name}: {value}}} elsewhere')
+    return from_settings(Config, as_played(settings, Config, say))
 
 def read_parameters(variables):
     "The `Config` set by a notebook's variables (its `globals()`), see `notebook_settings`."

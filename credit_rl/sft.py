@@ -135,6 +135,9 @@ def fine_tune(
     return log
 
 # %% ../nbs/5_run/64_sft.ipynb #c014
+_UNREAD = {'method', 'options', 'steps', *flat_options(Learning), *flat_options(Keeping)} - {
+    'row_tokens', 'stop.bad_step', 'checkpoints.minutes', 'checkpoints.restarts', 'checkpoints.grace'}
+
 @dataclass(frozen=True)
 class Tuning(Config):
     "A training's settings, and what is imitated."
@@ -408,9 +411,6 @@ def read_rollouts(
     return [retell([of(tries)], chat, key[2], ends=True)[0] for key, tries in kept.items()], count
 
 # %% ../nbs/5_run/64_sft.ipynb #c021
-_UNREAD = {'method', 'options', 'steps', *flat_options(Learning), *flat_options(Keeping)} - {
-    'row_tokens', 'stop.bad_step', 'checkpoints.minutes', 'checkpoints.restarts', 'checkpoints.grace'}
-
 def _command(name, about, kind, run, arguments):
     "A command that takes settings of `Config`, and those of a group `kind` of its own with a prefix."
     parser, prefix = make_parser(f'credit_rl.{name}', about), f'{name}.'

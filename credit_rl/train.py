@@ -81,8 +81,6 @@ class Look:
         found = self._read(layout, Needs(gold=own, groups=needs.groups))
         return dataclasses.replace(seen or Measured(), gold_logp=found.gold_logp, gold_tokens=found.gold_tokens)
 
-    def _chat_of(self, who): return self.teacher or self.chat if who == 'teacher' else self.chat
-
     def _show_to(self, who, layout, groups):
         "What a model reads: a layout, or the same rollouts in a teacher's own words."
         if who != 'teacher' or self.teacher is None: return layout
@@ -91,7 +89,8 @@ class Look:
 
     def _read(self, layout, needs):
         "What the learner finds: `Measured`."
-        golds = {who: gold_templates(self._chat_of(who), needs.groups, asked.schema, asked.most)
+        golds = {who: gold_templates((who == 'teacher' and self.teacher) or self.chat, needs.groups, asked.schema,
+                                     asked.most)
                  for who, asked in needs.golds.items()}
         left_out = (_golds_left_out(self.chat, needs.groups, asked.most) for asked in needs.golds.values())
         self.left_out = max(self.left_out, *left_out, 0)
