@@ -507,7 +507,7 @@ def check_engine(
         if c.max_tokens > most: raise ValueError(f'max_tokens={c.max_tokens}, but {c.model} has {most} positions')
     if served:
         if c.lora: raise ValueError("engine='served' is given all weights: leave out lora, or take engine='vllm'")
-        check_served(c.serve, c.servers, c.sampling, c.here if torch.cuda.is_available() else 0)
+        check_served(c.serve, c.servers, c.sampling, c.here if torch.cuda.is_available() else 0, c.ranks)
         return
     if c.learner.kind == 'deepspeed' and not c.own_process:
         raise ValueError("beside DeepSpeed vLLM needs a process of its own: leave out own_process=False")

@@ -520,7 +520,7 @@ def plan_of(
         bool(c.tflops) or torch.cuda.is_available(), c.here,
         played * c.max_tokens, _lora_share(c.model, c.lora),
         copies=acts, sleeps=bool(c.vllm.get('sleep_level')), copied=copies + frozen,
-        renewed=every not in (None, 0, 1), by_file=vllm and c.own_process and not c.lora or served and not ServeSettings(**c.serve).by_nccl,
+        renewed=every not in (None, 0, 1), by_file=vllm and c.own_process and not c.lora or served and ServeSettings(**c.serve).way == 'file',
         twice=critic == 'shared' and c.critic.step == 'apart' and c.critic.mix != 0,
         both=bool(c.ahead) and acts, together=critic == 'own' and c.critic.step != 'apart',
         length=c.max_tokens, rows=_shared_rows(c.tree, c.prompt_tokens or 0, c.max_tokens, c.most_rows), tree=c.tree,

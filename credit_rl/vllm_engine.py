@@ -819,9 +819,9 @@ def _file_to(place):
             servers.tell(lambda url: servers.ask(url, 'collective_rpc', read))
     return send
 
-class _Broadcast:
-    "vLLM's sender by NCCL, from this GPU to those of all servers that live. A lost one leaves, and with it the group."
-    def __init__(self): self.members, self.sender, self.named = None, None, {}
+class _Sender:
+    "vLLM's own sender from this GPU, by 'nccl' or 'ipc', to all servers that live. Where one is lost, the others meet anew."
+    def __init__(self, way): self.way, self.members, self.sender, self.named = way, None, None, {}
 
     def __call__(self, servers, named):
         self.named = named
@@ -831,30 +831,32 @@ class _Broadcast:
 
     def _meet(self, servers):
         from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
+        from vllm.distributed.weight_transfer.clients import HTTPVLLMWeightSyncClient
         from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
+        from vllm.distributed.weight_transfer.ipc_engine import DEFAULT_PACKED_BUFFER_SIZE_BYTES, IPCTrainerInitInfo
         from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
         outer = self
         class Source(WeightSource):
             def metadata(self): return [ParamMeta(n, t.dtype, tuple(t.shape)) for n, t in outer.named.items()]
             def __iter__(self): return ((n, t.cuda()) for n, t in outer.named.items())
-        class Client:
-            "As vLLM's own of this kind, for several servers: each has ranks of its own in the group."
-            def __getattr__(self, route):
-                names = {'init_weight_transfer_engine': 'init_info', 'update_weights': 'update_info'}
-                def told(info=None):
-                    def ask(url):
-                        mine = {**info, 'rank_offset': first[url]} if route == 'init_weight_transfer_engine' else info
-                        servers.ask(url, route, mine and {names[route]: mine})
-                    servers.tell(ask)
-                return told
-        if self.sender: Client().shutdown_weight_transfer_engine()
-        first, ranks = {}, 1
-        for url in servers.alive:
-            first[url], ranks = ranks, ranks + servers.ask(url, 'get_world_size', get=True)['world_size']
-        local = all(_is_loopback(url) for url in servers.urls)
-        host = '127.0.0.1' if local else socket.gethostbyname(socket.gethostname())
-        where = NCCLTrainerInitInfo(host, _free_port(), ranks, rank=0)
-        self.sender = WeightTransferTrainerFactory.trainer_init(where, client=Client(), source=Source())
+        class Client(HTTPVLLMWeightSyncClient):
+            "To several servers: each has ranks of its own in the group."
+            def _post(self, path, json=None):
+                joins = bool(first) and path == 'init_weight_transfer_engine'
+                servers.tell(lambda url: servers.ask(url, path, {'init_info': {**json['init_info'], 'rank_offset': first[url]}}
+                                                     if joins else json))
+        client, first, ranks = Client(''), {}, 1
+        if self.sender: client.shutdown_weight_transfer_engine()
+        if self.way == 'ipc':                          # a buffer holds a tensor whole
+            largest = max(t.numel() * t.element_size() for t in self.named.values())
+            where = IPCTrainerInitInfo(rank=0, packed=True, packed_buffer_size_bytes=max(largest, DEFAULT_PACKED_BUFFER_SIZE_BYTES))
+        else:
+            for url in servers.alive:
+                first[url], ranks = ranks, ranks + servers.ask(url, 'get_world_size', get=True)['world_size']
+            local = all(_is_loopback(url) for url in servers.urls)
+            host = '127.0.0.1' if local else socket.gethostbyname(socket.gethostname())
+            where = NCCLTrainerInitInfo(host, _free_port(), ranks, rank=0)
+        self.sender = WeightTransferTrainerFactory.trainer_init(where, client=client, source=Source())
         self.members = list(servers.alive)
 
 def _is_loopback(url): return bool(re.match(r'https?://(127\.|localhost|\[::1\])', url))
@@ -872,7 +874,7 @@ class ServeSettings:
     tensor_parallel_size: int = 1  # GPUs of a server
     replicas: int = None           # servers; None: as many as the GPUs hold, without them 1
     sleep_level: int = 0           # as of VLLMSettings, for servers on the learner's own GPUs
-    transfer: str = None           # 'nccl' or 'file'; None: nccl where this process has a GPU
+    transfer: str = None           # 'nccl', 'ipc' or 'file'; None: as `way` says
     seconds: float = 600.          # most that servers may take to start
     dtype: str = 'auto'            # as of VLLMSettings
     arguments: dict = field(default_factory=dict, hash=False)  # vLLM's, further ones: {'gpu_memory_utilization': .8}
@@ -886,8 +888,8 @@ class ServeSettings:
             raise ValueError(f'serve has {len(gpus)} GPUs (gpus={self.gpus!r}), but {self.replicas} servers of '
                              f'tensor_parallel_size={size} take {size * self.replicas}')
         if self.sleep_level not in (0, 1, 2): raise ValueError(f'sleep_level must be 0, 1 or 2, got {self.sleep_level}')
-        if self.transfer not in (None, 'nccl', 'file'):
-            raise ValueError(f"transfer must be 'nccl' or 'file', got {self.transfer!r}")
+        if self.transfer not in (None, 'nccl', 'ipc', 'file'):
+            raise ValueError(f"transfer must be 'nccl', 'ipc' or 'file', got {self.transfer!r}")
         if ours := [n for n in (*_OURS, 'tensor_parallel_size', 'host', 'port') if n in self.arguments]:
             raise ValueError(f'arguments hold what vLLM is told besides; {", ".join(ours)} is set here')
 
@@ -907,24 +909,31 @@ class ServeSettings:
         for name, value in {'model': str(folder), 'host': '127.0.0.1', 'enable_scale_out': True,
                             'logprobs_mode': 'processed_logprobs', 'generation_config': 'vllm',
                             'tensor_parallel_size': self.tensor_parallel_size,
-                            **({'weight_transfer_config': {'backend': 'nccl'}} if self.by_nccl else {}),
+                            **({'weight_transfer_config': {'backend': self.way}} if self.way != 'file' else {}),
                             **_engine_arguments(self, max_length, max_rows, self.on_gpu)}.items():
             flag = name.replace('_', '-')
             if isinstance(value, bool): words.append(f'--{flag}' if value else f'--no-{flag}')
             else: words += [f'--{flag}', json.dumps(value) if isinstance(value, dict) else str(value)]
         size, gpus, seen = self.tensor_parallel_size, self.devices, os.environ.get('CUDA_VISIBLE_DEVICES')
         mine = [','.join(gpus[i * size:(i + 1) * size]) for i in range(self.replicas)]
-        return [({'VLLM_SERVER_DEV_MODE': '1', **({'CUDA_VISIBLE_DEVICES': _visible_devices(own, seen)} if own else {})},
+        around = {'VLLM_SERVER_DEV_MODE': '1', **({'VLLM_ALLOW_INSECURE_SERIALIZATION': '1'} if self.way == 'ipc' else {})}
+        return [({**around, **({'CUDA_VISIBLE_DEVICES': _visible_devices(own, seen)} if own else {})},
                  [sys.executable, '-m', 'vllm.entrypoints.openai.api_server', *words]) for own in mine]
 
     on_gpu = property(lambda self: bool(self.gpus) or torch.cuda.is_available())
-    by_nccl = property(lambda self: (self.transfer or ('nccl' if self.on_gpu else 'file')) == 'nccl')
+
+    @property
+    def way(self):
+        "How weights get across: by NCCL to other GPUs, by IPC to one server that sleeps on the learner's, else as a file."
+        if self.transfer or not self.on_gpu: return self.transfer or 'file'
+        return 'nccl' if not self.sleep_level else 'ipc' if len(self.devices) == 1 else 'file'
 
 def check_served(
     serve,     # dict, of a run: fields of ServeSettings
     servers,   # list of urls
     sampling,  # Sampling
     ranks=0,   # of this host, whose GPUs are the first ones; 0: they have none
+    world=1,   # ranks of all hosts
 ):
     """Refuse what a run says of vLLM's own servers: `ServeSettings`. Raises ValueError."""
     takes = [f.name for f in fields(ServeSettings)]
@@ -944,6 +953,9 @@ def check_served(
     if not found.sleep_level and (both := [d for d in own if int(d) < ranks]):
         raise ValueError(f"gpus={found.gpus!r} has GPU {both[0]} of the learner's {ranks}: give servers the ones behind, "
                          'or sleep_level 1')
+    if found.way == 'nccl' and ranks and '0' in own or found.way == 'ipc' and (world > 1 or own != ['0']):
+        raise ValueError(f"transfer {found.way!r} does not reach gpus={found.gpus!r} from the learner's {world} ranks: NCCL wants "
+                         "other GPUs than the first rank's, IPC one rank and a server on its GPU; take transfer: file")
     if not servers and importlib.util.find_spec('vllm') is None: raise ValueError(_MISSING)
     return found
 
@@ -1033,7 +1045,7 @@ class ServedEngine(_VLLMTurns):
         self.core.check(folder, self.shapes, self.max_length)
         self.core.tell(self.core.go_on)
         place = weights_place() if all(map(_is_loopback, urls)) else place
-        self.send = _Broadcast() if self.settings.by_nccl else _file_to(place)
+        self.send = _file_to(place) if self.settings.way == 'file' else _Sender(self.settings.way)
 
     def load(self, named):
         "As that of `VLLMEngine`. Servers that were started here and ended are started again, for a later transfer."

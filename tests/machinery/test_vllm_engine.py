@@ -4,21 +4,25 @@ this; without vLLM it is skipped.
 One engine per process on a CPU: vLLM keeps global state, so what needs another engine runs in a process of its own
 (tests/tools/vllm_process.py).
 """
+import base64
 import copy
 import importlib.util
 import json
 import math
 import os
+import pickle
 import signal
 import subprocess
 import sys
 import threading
 import time
+import types
 from dataclasses import replace
 
 import pytest
 import torch
 import yaml
+from fake_vllm import FakeServer
 from papermilled import commands_of, papermill, printed, shown, typed
 
 from credit_rl.engine import HFEngine, SamplingParams, seed_of
@@ -568,6 +572,51 @@ def test_two_ranks_learn_from_two_servers_of_which_one_is_killed(root, tmp_path,
         with pytest.warns(UserWarning, match='lost'): assert play() == whole
     finally: serving.close()
     assert not psutil.wait_procs(family, 60)[1]
+
+
+@pytest.mark.parametrize('way', ['nccl', 'ipc'])
+def test_vllms_senders_speak_to_the_servers_that_live(base, monkeypatch, way):
+    "The trainer's side of vLLM itself, its GPU's part left out: which routes are called, in which order, with what."
+    from vllm.distributed.weight_transfer import ipc_engine, nccl_engine
+    from vllm.distributed.weight_transfer.packed_tensor import PackedIpcChunk
+    model, tokenizer, folder = base
+    sent = []
+    def chunks(iterator, gpu_uuid, **how):
+        names = [name for name, _ in iterator]
+        sent.append(names)
+        each = len(names)
+        yield PackedIpcChunk(names=names, shapes=[[1]] * each, dtype_names=['float32'] * each, tensor_sizes=[4] * each,
+                             ipc_handle={gpu_uuid: ('handle',)})
+    monkeypatch.setattr(torch.Tensor, 'cuda', lambda self: self)
+    monkeypatch.setattr(torch.cuda, 'get_device_properties', lambda i: types.SimpleNamespace(uuid='GPU-1'))
+    monkeypatch.setattr(torch.cuda, 'ipc_collect', lambda: None)
+    monkeypatch.setattr(torch.accelerator, 'current_device_index', lambda: 0)
+    monkeypatch.setattr(ipc_engine, 'packed_ipc_producer', chunks)
+    monkeypatch.setattr(nccl_engine, 'open_trainer_endpoint', lambda info: info)
+    monkeypatch.setattr(nccl_engine, 'packed_nccl_broadcast_producer', lambda iterator, **how: sent.append([n for n, _ in iterator]))
+    servers = [FakeServer(folder) for _ in range(2 if way == 'nccl' else 1)]
+    engine = ServedEngine(folder, tokenizer, [s.url for s in servers], max_length=192, settings=ServeSettings(transfer=way))
+    named = weights(model)
+    for s in servers: s.asked.clear()
+    for _ in range(2): engine.load(named)
+    once = ['start_weight_update', 'update_weights', 'finish_weight_update', 'reset_prefix_cache', 'update_weight_version',
+            'resume', 'weight_info']
+    paths = [path.split('?')[0] for path, _ in servers[-1].asked]
+    assert paths == ['health', 'pause', *['get_world_size'] * (way == 'nccl'), 'init_weight_transfer_engine', *once,
+                     'health', 'pause', *once]
+    said = [dict(s.asked)['init_weight_transfer_engine']['init_info'] for s in servers]
+    if way == 'ipc': assert said == [{'packed': True}]
+    else: assert [(i['rank_offset'], i['world_size']) for i in said] == [(1, 3), (2, 3)]
+    update = dict(servers[0].asked)['update_weights']['update_info']
+    assert sent == [update['names']] * 2 and set(named) <= set(update['names'])
+    if way == 'ipc': assert pickle.loads(base64.b64decode(update['ipc_handles_pickled'])) == {'GPU-1': ('handle',)}
+    else:                                              # a lost one leaves the group, and the others meet anew
+        servers[1].dies = 0
+        with pytest.warns(UserWarning, match='lost'): engine.load(named)
+        again = [path for path, _ in servers[0].asked].index('shutdown_weight_transfer_engine')
+        assert dict(servers[0].asked[again:])['init_weight_transfer_engine']['init_info']['world_size'] == 2
+    engine.close()
+    for s in servers: s.close()
 
 
 def test_a_papers_file_acts_by_vllm(root, tmp_path):

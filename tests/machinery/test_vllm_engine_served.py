@@ -19,7 +19,7 @@ from credit_rl.rollout import rollout
 from credit_rl.runlog import read_metrics, read_turns
 from credit_rl.tiny import tiny_environment
 from credit_rl.train import train
-from credit_rl.vllm_engine import EngineLost, ServedEngine, ServeSettings, Serving, sync_gap
+from credit_rl.vllm_engine import EngineLost, ServedEngine, ServeSettings, Serving, check_served, sync_gap
 from credit_rl.world import make_world
 from random_models import small_qwen
 
@@ -160,6 +160,14 @@ def test_servers_that_cannot_serve_are_refused(base, tmp_path, monkeypatch):
     engine = ServedEngine(base[2], base[1], [server.url], max_length=192)
     with pytest.raises(ValueError, match='NaN'): engine.generate([[10]], TURN)
     server.close()
+
+
+@pytest.mark.parametrize('serve, ranks', [({'gpus': '0', 'sleep_level': 1, 'transfer': 'ipc'}, 2),
+                                          ({'gpus': '0', 'sleep_level': 1, 'transfer': 'nccl'}, 1),
+                                          ({'gpus': '1', 'transfer': 'ipc'}, 1)])
+def test_a_way_that_does_not_reach_a_gpu_is_refused(monkeypatch, serve, ranks):
+    monkeypatch.setattr(torch.cuda, 'device_count', lambda: 2)
+    with pytest.raises(ValueError, match='transfer: file'): check_served(serve, [], TURN, ranks, ranks)
 
 
 # ---- servers that are started ----

@@ -71,6 +71,7 @@ class FakeServer:
     def resume(self, body): self.goes.set()
     def reset_prefix_cache(self, body): return {'success': True}
     def weight_info(self, body): return {'weight_version': self.version}
+    def get_world_size(self, body): return {'world_size': 1}
 
     def update_weight_version(self, body):
         if not self.stuck: self.version = body['new_version']
