@@ -195,13 +195,6 @@ def curves(
         low, high = (y['mean'] - y['sem'], y['mean'] + y['sem']) if band == 'error' else (y['min'], y['max'])
         if band in ('range', 'error'): ax.fill_between(y.index, low, high, color=colours[name], alpha=.15, lw=0)
 
-def _ceiling(runs, metric, ax):
-    "The perfect player's dashed line, under the development questions' exact match."
-    top = runs.ceiling_em.mean()
-    if metric != 'dev_em' or math.isnan(top): return
-    ax.axhline(top, color='#999999', ls='--', lw=0.8)
-    ax.text(ax.get_xlim()[0], top, ' ceiling', va='bottom', fontsize=8, color='#666666')
-
 def _curves(runs, metric, x):
     "`seed_curves`, its methods, and a sentence on those that have nothing to draw. Raises ValueError if none has."
     found = seed_curves(runs, metric, x)
@@ -224,7 +217,10 @@ def learning_curves(
     with sns.axes_style('ticks'):
         fig, ax = plt.subplots(figsize=(7, 3.4), layout='constrained')
         curves(ax, found, method_colours(methods))
-        _ceiling(runs, metric, ax)
+        top = runs.ceiling_em.mean()                         # of the perfect player
+        if metric == 'dev_em' and not math.isnan(top):
+            ax.axhline(top, color='#999999', ls='--', lw=0.8)
+            ax.text(ax.get_xlim()[0], top, ' ceiling', va='bottom', fontsize=8, color='#666666')
         low, high = ax.get_ylim()
         right = ax.get_xlim()[1]
         last = {m: c.groupby('x').y.mean() for m, c in found.groupby('method')}

@@ -171,12 +171,6 @@ def _question_rows(bench, path, split, header_has=()):
     return read_rows(*found.values())
 
 # %% ../nbs/2_environment/10_datasets.ipynb #c104
-def _of_another_set(bench, row):
-    "Name the known set that a row says it belongs to, if that is not `bench`; else None."
-    source = row.get('data_source') if isinstance(row, dict) else None
-    other = find_benchmark(source.rpartition('/')[2]) if isinstance(source, str) else None
-    return other.name if other and other is not bench else None
-
 def _own_part(questions, bench, split):
     """The questions of one part of a file of one's own, by its column `split`, else by a hash of each: LoadedRows.
     Raises ValueError where some rows name their split and others do not."""
@@ -212,8 +206,10 @@ def load_questions(
     if bench.file and path is not None:
         raise ValueError(f'data={name} is a file already: leave out path={path}')
     def parse(row):
-        if other := _of_another_set(bench, row):
-            others[other] += 1
+        source = row.get('data_source') if isinstance(row, dict) else None
+        other = find_benchmark(source.rpartition('/')[2]) if isinstance(source, str) else None
+        if other and other is not bench:                     # the row says that it is of another known set
+            others[other.name] += 1
             return None
         question, given = read_question(bench, row)
         if tokens is not None: question.meta['tokens'] = tokens

@@ -240,15 +240,6 @@ def seen_lines(
     return [f'WARNING: {n} of {len(parts[part])} {part} questions {how}: what is right of these shows no learning'
             for part, n in counts.items() if n]
 
-def _without_dev(pool, folder):
-    """Questions without those that a folder's model was chosen by or trained on; all without one. Raises ValueError
-    where nothing says which."""
-    left = dev_keys(folder) | train_keys(folder)
-    if folder and not left:
-        raise ValueError(f'leave_out: {folder} does not say which dev questions it had: give the folder of a training '
-                         'run on a data set, or of a model that credit-rl export wrote from one')
-    return [q for q in pool if question_key(q) not in left]
-
 def _note_inside(name, asked, model):
     "Say how many of the questions that are asked chose the checkpoint, or taught it: int, those that chose it."
     for line in seen_lines({name: asked}, train_keys(model), f'are among those that {model} was trained on'):
@@ -280,7 +271,11 @@ def open_set(
                       f'{path or bench.file or bench.folder or bench.hub[0]} has {len(pool)} of split {split!r}')
     golds, _ = empty_golds(pool)
     if golds: warnings.warn(f'{name}: {gold_note(pool)}')
-    kept = _without_dev(pool, s.leave_out)
+    left_out = dev_keys(s.leave_out) | train_keys(s.leave_out)     # what chose a model, or taught it
+    if s.leave_out and not left_out:
+        raise ValueError(f'leave_out: {s.leave_out} does not say which dev questions it had: give the folder of a '
+                         'training run on a data set, or of a model that credit-rl export wrote from one')
+    kept = [q for q in pool if question_key(q) not in left_out]
     if not kept:
         raise ValueError(f'{name}: all {len(pool)} questions are left out by leave_out={s.leave_out}, so none is '
                          'left to ask: take another split')

@@ -201,15 +201,11 @@ def _scorer_at(settings):
     return ServerScorer(api_key=read_key(settings.pop('key_from', None)), **settings)
 
 # %% ../nbs/1_rules/38_process_model.ipynb #p37024
-def _service(o):
-    "The scorer that a run tries first; None for an object that has a score alone."
-    scorer = make_scorer(o['prm'])
-    return scorer if isinstance(scorer, _Scorer) else None
-
 PARTS = (
     Reward('prm', r'r_{i,k} = p_{\text{PRM}}(\text{good} \mid q, a_{\le k}, o_{<k})', 'process reward models',
            gives='levels', text=lambda groups, rewards, o: process_scores(groups, make_scorer(o['prm'])),
-           check=lambda o: check_scorer(o['prm']), service=_service,
+           check=lambda o: check_scorer(o['prm']),
+           service=lambda o: s if isinstance(s := make_scorer(o['prm']), _Scorer) else None,
            metrics=lambda batch, o: {f'prm_{name}': count for name, count in
                                      getattr(make_scorer(o['prm']), 'counts', {}).items()},
            logs={'prm_texts': 'texts that the process reward model was given since the run began',

@@ -202,6 +202,9 @@ def _swallows_rows(raw, cells, columns, delimiter):
     return {line.count(delimiter) + 1 for line in raw} == {columns}
 
 # %% ../nbs/2_environment/08_readers.ipynb #t0801
+# columns of questions, passages, rollouts, by which a header is told
+_HEADER_HAS = 'question', 'text', 'contents', 'messages', 'completion', 'output'
+
 def _table_rows(path, name, header_has=(), delimiter=','):
     """Yield (where, row) of a CSV file: dicts under a header, else lists of cells. A row of another length gives a
     RowError, and so does one that cannot be read. Raises ValueError on a header with a name twice."""
@@ -217,7 +220,8 @@ def _table_rows(path, name, header_has=(), delimiter=','):
             elif _swallows_rows(raw, cells, columns or raw[0].count(delimiter) + 1, delimiter):
                 yield where, RowError('(row)', f'has a quote on line {last - len(raw) + 1} that line {last} closes, '
                                       'with whole rows between them: is the file without quoting?')
-            elif columns is None and (names := [c.strip() for c in cells]) and _is_header(names, header_has):
+            elif columns is None and (names := [c.strip() for c in cells]) and \
+                    {*names, *map(str.lower, names)} & {*_HEADER_HAS, *header_has}:
                 twice = next((n for i, n in enumerate(names) if n and n in names[:i]), None)
                 if twice is not None:
                     raise ValueError(f'{name}: the header has the column {twice!r} twice; rename one of them')
@@ -227,10 +231,6 @@ def _table_rows(path, name, header_has=(), delimiter=','):
                 yield where, RowError('(row)', f'has {len(cells)} columns, the header {len(header)}')
             else: yield f'{name}, line {last}', dict(zip(header, cells))
             if columns is None and isinstance(cells, list): columns = len(cells)
-
-def _is_header(names, more=()):
-    known = {'question', 'text', 'contents', 'messages', 'completion', 'output'}   # of questions, passages, rollouts
-    return bool({*names, *(name.lower() for name in names)} & {*known, *more})
 
 # %% ../nbs/2_environment/08_readers.ipynb #c021
 def _parquet_rows(path, name):

@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['METRICS', 'PACKED', 'CALLER', 'MAY_CHANGE', 'RunFolder', 'atomic_write', 'check_secrets', 'is_here', 'RunFolders',
-           'RunPaths', 'atomic_folder', 'plain_json', 'write_json', 'read_text', 'read_json', 'packed_run', 'is_stored',
-           'stored_folders', 'load_yaml', 'read_yaml', 'BoundedGzip', 'Journal', 'FolderInUse', 'is_alive', 'Hold',
-           'check_free', 'check_folder', 'writing', 'lasting', 'latest_checkpoint', 'named_checkpoint',
+           'RunPaths', 'check_new', 'atomic_folder', 'plain_json', 'write_json', 'read_text', 'read_json', 'packed_run',
+           'is_stored', 'stored_folders', 'load_yaml', 'read_yaml', 'BoundedGzip', 'Journal', 'FolderInUse', 'is_alive',
+           'Hold', 'check_free', 'check_folder', 'writing', 'lasting', 'latest_checkpoint', 'named_checkpoint',
            'save_checkpoint', 'check_trackers', 'RunLog', 'metrics_by_step', 'read_metrics', 'has_metrics',
            'read_turns', 'read_params', 'read_summary', 'note_params', 'check_same_params', 'hold_run', 'is_finished',
            'SilentLog', 'saving', 'same_metrics', 'source_hash', 'imported_modules', 'module_hashes', 'code_hashes',
@@ -205,6 +205,11 @@ def _settle(path):
         shutil.rmtree(gone, ignore_errors=True)
 
 # %% ../nbs/machinery/02_runlog.ipynb #c015
+def check_new(folder):  # of a model
+    "Refuse a folder that holds something. Raises FileExistsError."
+    if folder.exists() and (not folder.is_dir() or {p.name for p in folder.iterdir()} - {'.writer'}):
+        raise FileExistsError(f'{folder} is not empty; choose another folder')
+
 @contextlib.contextmanager
 def atomic_folder(path):  # folder to replace or make
     """Give an empty folder to fill and make it `path` as a whole; a kill leaves the old version or the new one. Where
@@ -892,13 +897,6 @@ def _check_sizes(folder, step):
                              f'Restore it; or remove {place}, and resume=True goes on from the checkpoint before; or '
                              f'remove {place/_SIZES} to go on without what is gone')
 
-def _tidy(folder):
-    "Finish or clear away what a killed writer left in a folder of checkpoints."
-    for path in sorted(folder.glob('.*')):
-        name, kind = path.name[1:].rsplit('.', 1)
-        if kind == 'new': _settle(folder/name)
-        elif kind in ('part', 'gone'): path.unlink() if path.is_symlink() else shutil.rmtree(path, ignore_errors=True)
-
 # %% ../nbs/machinery/02_runlog.ipynb #c041
 def save_checkpoint(folder,    # of a run
                     step,      # >= 0, not before one that is there
@@ -1001,13 +999,6 @@ class _Trackers:
         known = {n: float(v) for n, v in values.items() if not isinstance(v, str) and v == v}
         for tell, _ in self.opened: tell(step, known)
 
-# %% ../nbs/machinery/02_runlog.ipynb #c051
-def _undo_beginning(folder):
-    "Remove what a run has written before its first checkpoint, part that was played, or summary; where it has one, nothing."
-    if _checkpoints(folder) or any((folder/name).exists() for name in ('summary.json', 'played')): return
-    for name in ('params.yaml', *_GROWING): (folder/name).unlink(missing_ok=True)
-    with contextlib.suppress(OSError): (folder/'checkpoints').rmdir()  # kept if anything is in it
-
 # %% ../nbs/machinery/02_runlog.ipynb #c054
 class RunLog(Hold):
     "The folder of one run, written by this process alone until it is closed. Raises at once where it cannot be used."
@@ -1020,7 +1011,11 @@ class RunLog(Hold):
         try:
             _check_run(self.folder, resume)
             self._new = not (self.folder/'params.yaml').exists()
-            _tidy(self.folder/'checkpoints')
+            for path in sorted((self.folder/'checkpoints').glob('.*')):         # what a killed writer left
+                name, kind = path.name[1:].rsplit('.', 1)
+                if kind == 'new': _settle(path.with_name(name))
+                elif path.is_symlink(): path.unlink()
+                elif kind in ('part', 'gone'): shutil.rmtree(path, ignore_errors=True)
             self.cut(math.inf)
         except BaseException:
             self.close()
@@ -1052,7 +1047,10 @@ class RunLog(Hold):
         try: yield
         except BaseException:
             with self:
-                if self._new: _undo_beginning(self.folder)
+                kept = any((self.folder/name).exists() for name in ('summary.json', 'played'))
+                if self._new and not (kept or _checkpoints(self.folder)):
+                    for name in ('params.yaml', *_GROWING): (self.folder/name).unlink(missing_ok=True)
+                    with contextlib.suppress(OSError): (self.folder/'checkpoints').rmdir()  # kept if anything is in it
             raise
 
     def metrics(self, step,  # >= 0, never goes back

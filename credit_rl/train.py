@@ -92,7 +92,8 @@ class Look:
         golds = {who: gold_templates((who == 'teacher' and self.teacher) or self.chat, needs.groups, asked.schema,
                                      asked.most)
                  for who, asked in needs.golds.items()}
-        left_out = (_golds_left_out(self.chat, needs.groups, asked.most) for asked in needs.golds.values())
+        left_out = (sum(max(0, len(gold_texts(self.chat, g.question)) - asked.most) for g in needs.groups)
+                    for asked in needs.golds.values() if asked.most)
         self.left_out = max(self.left_out, *left_out, 0)
         found = {}
         for clock, asked in (('evaluate', dataclasses.replace(needs, teacher=None)),
@@ -108,10 +109,6 @@ class Look:
         return Measured(**found)
 
 # %% ../nbs/5_run/63_train.ipynb #sp631
-def _golds_left_out(chat, groups, most):
-    "Count the accepted answers of the groups' questions beyond the first `most`; None: none is left out."
-    return sum(max(0, len(gold_texts(chat, g.question)) - most) for g in groups) if most else 0
-
 def _answer_tokens(answers, scored):
     """Tokens of answers, N lists of AnswerTemplate, each counted once for every state at which it was `scored`:
     (N, S, M) tokens of each answer, 0 where it was not."""
