@@ -17,6 +17,7 @@ from .parameters import error_line, make_parser
 from .readers import (Cutting, LoadedRows, Passage, RowError, collect_rows, document_files,
                                read_documents, read_rows)
 from .world import SPLITS
+from .runlog import file_hash
 
 # %% ../nbs/2_environment/10_datasets.ipynb #c092
 def _split(name):
@@ -91,12 +92,9 @@ def _check_sum(path, etag):
     """Compare a file with its announced SHA-256, where the server gives one; on a difference remove it and raise
     OSError."""
     if not re.fullmatch('[0-9a-f]{64}', etag or ''): return
-    digest = hashlib.sha256()
-    with open(path, 'rb') as f:
-        while piece := f.read(2 ** 22): digest.update(piece)
-    if digest.hexdigest() != etag:
+    if (found := file_hash(path)) != etag:
         path.unlink()
-        raise OSError(f'{path.name} is damaged: SHA-256 {digest.hexdigest()}, wanted {etag}; it was removed')
+        raise OSError(f'{path.name} is damaged: SHA-256 {found}, wanted {etag}; it was removed')
 
 # %% ../nbs/2_environment/10_datasets.ipynb #c099
 def _hub_files(bench, split):

@@ -702,14 +702,16 @@ def run_evaluation(
 # %% ../nbs/3_acting/27_evaluate.ipynb #c077
 @dataclass(frozen=True)
 class ReplayResult:
-    "What a replay of one set found."
+    "What a replay of one set found, or a comparison of two evaluations of it."
     inputs: tuple   # of str: what went in differently
     rows: tuple     # of str: what came out differently
-    questions: int  # played again
+    questions: int  # played again, or in both
+    # of str: rows of two evaluations with two best tokens closer than NEAR, whether they differ or not
+    ties: tuple = ()
 
     @property
     def same(self):
-        "Whether nothing differs."
+        "Whether nothing differs but near ties."
         return not self.inputs and not self.rows
 
 # %% ../nbs/3_acting/27_evaluate.ipynb #c078
@@ -796,36 +798,19 @@ def _smallest_gap(
     return min(gaps, default=math.nan)
 
 # %% ../nbs/3_acting/27_evaluate.ipynb #g5gap
-@dataclass(frozen=True)
-class _EvaluationDifference:
-    "What differs between two evaluations of one set."
-    inputs: tuple   # of str: what went in differently, the machine apart
-    rows: tuple     # of str: rows that differ although no two tokens in them were close
-    ties: tuple     # of str: rows with two best tokens closer than NEAR, whether they differ or not
-    questions: int
-
-    @property
-    def same(self):
-        "Whether the same went in, and nothing but near ties came out differently."
-        return not self.inputs and not self.rows
-
-def _gap(old, new):
-    "The smaller gap of two rows of one question. Raises ValueError where a row has none."
-    for row in (old, new):
-        if 'gap' not in row:
-            raise ValueError(f'row {row["id"]!r} has no gap, so that a near tie could not be told from a difference: '
-                             'evaluate both with gaps=true')
-    return min(old['gap'], new['gap'])
-
 def _compare_set(one, other):
-    "Compare two folders of one set: `_EvaluationDifference`."
+    "Compare two folders of one set: `ReplayResult`. Raises ValueError where a row has no gap."
     before, now = ({r['id']: r for r in read_turns(place)} for place in (one, other))
     inputs = manifest_differences(read_manifest(one), read_manifest(other))
     inputs += [f'question {i!r}: in one of them only' for i in sorted(before.keys() ^ now.keys())]
-    found = {i: (_row_difference(r, now[i]), _gap(r, now[i])) for i, r in before.items() if i in now}
+    both = [(r, now[i]) for i, r in before.items() if i in now]
+    if lack := [row['id'] for pair in both for row in pair if 'gap' not in row]:
+        raise ValueError(f'row {lack[0]!r} has no gap, so that a near tie could not be told from a difference: '
+                         'evaluate both with gaps=true')
+    found = {r['id']: (_row_difference(r, other), min(r['gap'], other['gap'])) for r, other in both}
     tied = lambda i, said, gap: (said or f'row {i!r}: alike') + f'; two best tokens {gap:.1e} nats apart'
-    return _EvaluationDifference(tuple(inputs), tuple(said for said, gap in found.values() if said and not gap < NEAR),
-                    tuple(tied(i, *x) for i, x in found.items() if x[1] < NEAR), len(found))
+    return ReplayResult(tuple(inputs), tuple(said for said, gap in found.values() if said and not gap < NEAR),
+                        len(found), tuple(tied(i, *x) for i, x in found.items() if x[1] < NEAR))
 
 # %% ../nbs/3_acting/27_evaluate.ipynb #sp273
 def compare_rows(
@@ -833,7 +818,7 @@ def compare_rows(
     other,     # the same, of the other
     say=None,  # function called with lines of text; None: print
 ):
-    """Compare two runs of one manifest row by row: dict set → `_EvaluationDifference`. Raises ValueError where their
+    """Compare two runs of one manifest row by row: dict set → `ReplayResult`. Raises ValueError where their
     sets are not the same, or rows have no gap."""
     say, folders = say or (lambda line: print(line, flush=True)), [set_folders(one), set_folders(other)]
     names, others = ([read_manifest(f)['questions']['dataset'] for f in part] for part in folders)

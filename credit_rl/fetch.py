@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 import torch
 from .datasets import ask_hub
-from .models import check_model, file_hash, write_model
+from .models import check_model, write_model
 from .options import nearest
 from .parameters import error_line, make_parser
-from .runlog import atomic_folder, check_new, read_json, writing
+from .runlog import atomic_folder, check_new, file_hash, read_json, writing
 
 # %% ../nbs/machinery/87_fetch.ipynb #f005
 # kinds of numbers

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['weight_files', 'check_model', 'find_model', 'Policy', 'load_tokenizer', 'load_model', 'end_ids', 'write_model',
-           'local_folder', 'file_hash', 'json_hash', 'model_hashes', 'tokenizer_hash', 'other_words', 'read_template']
+           'local_folder', 'json_hash', 'model_hashes', 'tokenizer_hash', 'other_words', 'read_template']
 
 # %% ../nbs/3_acting/19_models.ipynb #c002
 import datetime, hashlib, json, pickle, re
@@ -14,7 +14,7 @@ import torch
 from .datasets import ask_hub
 from .options import SettingsGroup, setting
 from .protocol import TEMPLATES
-from .runlog import read_json, read_text
+from .runlog import file_hash, read_json, read_text
 
 # %% ../nbs/3_acting/19_models.ipynb #c031
 def _check_code(folder):
@@ -202,13 +202,6 @@ def local_folder(model):
     return Path(snapshot_download(model, allow_patterns=[*small, 'pytorch_model*.bin']))
 
 # %% ../nbs/3_acting/19_models.ipynb #c035
-def file_hash(path):
-    "SHA-256 of a file, read in pieces: 64 hexadecimal digits."
-    digest = hashlib.sha256()
-    with open(path, 'rb') as f:
-        while piece := f.read(2 ** 22): digest.update(piece)
-    return digest.hexdigest()
-
 def json_hash(value):
     "Hash JSON values, the order of keys left out: 16 hexadecimal digits."
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]

@@ -6,12 +6,12 @@
 __all__ = ['PARTS', 'process_texts', 'ClassifierScorer', 'ServerScorer', 'process_scores', 'check_scorer', 'make_scorer']
 
 # %% ../nbs/1_rules/38_process_model.ipynb #p37002
-import functools, inspect, json, math, time, urllib.error, urllib.request
+import functools, json, math, time, urllib.error, urllib.request
 from http.client import HTTPException
 import torch
 from .engine import check_numbers
 from .groups import index_groups
-from .judge import read_key
+from .judge import check_service, read_key
 from .options import Option, nearest
 from .parts import Reward
 
@@ -177,15 +177,7 @@ def check_scorer(
         raise ValueError("the reward prm wants a classifier: give options={'prm': {'model': 'FOLDER'}}, or with "
                          "'base_url' the address of a server")
     if not isinstance(settings, dict): return
-    kind = ServerScorer if 'base_url' in settings else ClassifierScorer
-    if 'api_key' in settings:
-        raise ValueError("a scorer's settings are written into the run's folder, so they may not hold a key: put it "
-                         "into the environment (export PRM_KEY=…) or a file, and give 'key_from': 'PRM_KEY'")
-    allowed = {*inspect.signature(kind).parameters, *(['key_from'] if kind is ServerScorer else [])} - {'api_key'}
-    for name in settings:
-        if name not in allowed: raise ValueError(f'a {kind.__name__} has no setting {name!r}{nearest(name, allowed)}')
-    if not settings.get('model'): raise ValueError(f"a scorer needs 'model', got {sorted(settings)}")
-    if kind is ServerScorer: read_key(settings.get('key_from'))
+    check_service(settings, 'scorer', ServerScorer if 'base_url' in settings else ClassifierScorer, ('model',))
 
 def make_scorer(
     settings,  # as for check_scorer

@@ -9,8 +9,8 @@ __all__ = ['METRICS', 'PACKED', 'CALLER', 'MAY_CHANGE', 'RunFolder', 'atomic_wri
            'Hold', 'check_free', 'check_folder', 'writing', 'lasting', 'latest_checkpoint', 'named_checkpoint',
            'save_checkpoint', 'check_trackers', 'RunLog', 'metrics_by_step', 'read_metrics', 'has_metrics',
            'read_turns', 'read_params', 'read_summary', 'note_params', 'check_same_params', 'hold_run', 'is_finished',
-           'SilentLog', 'saving', 'same_metrics', 'source_hash', 'imported_modules', 'module_hashes', 'code_hashes',
-           'changed_modules']
+           'SilentLog', 'saving', 'same_metrics', 'file_hash', 'source_hash', 'imported_modules', 'module_hashes',
+           'code_hashes', 'changed_modules']
 
 # %% ../nbs/machinery/02_runlog.ipynb #c002
 import ast, contextlib, difflib, errno, functools, gzip, hashlib, importlib.util
@@ -1257,6 +1257,13 @@ def _tree_text(node):
     fields = dict(ast.iter_fields(node)) | ({'body': node.body[1:]} if told else {})
     kept = [f'{n}={_tree_text(v)}' for n, v in fields.items() if v is not None and v != []]
     return f'{type(node).__name__}({",".join(kept)})'
+
+def file_hash(path):
+    "SHA-256 of a file, read in pieces: 64 hexadecimal digits."
+    digest = hashlib.sha256()
+    with open(path, 'rb') as f:
+        while piece := f.read(2 ** 22): digest.update(piece)
+    return digest.hexdigest()
 
 def source_hash(source):  # str, Python
     "Hash code by its syntax tree without docstrings: 16 hexadecimal digits."
