@@ -1,18 +1,15 @@
 """28_groups, 40_advantages: properties of credit rules, and what TRL and torchrl make of the same rewards.
 
-RLOO, GRPO, Dr. GRPO and REINFORCE++ are compared with TRL's trainers, the joint norm, returns and GAE with torchrl. No
-maintained library that can be installed beside them holds MT-GRPO, MT-GRPO* or GiGPO: these are compared with their
-definitions, written out slowly.
+RLOO, GRPO, Dr. GRPO and REINFORCE++ are compared with TRL's trainers, GAE with torchrl, and what no maintained library
+holds that can be installed beside them (MT-GRPO, MT-GRPO*, GiGPO) with its definition, written out slowly.
 """
-import functools, itertools, math, statistics
+import functools, itertools, math
 from collections import defaultdict
 from types import SimpleNamespace
 
 import numpy as np, pytest, torch
 from hypothesis import given, settings, strategies as st
-from tensordict import TensorDict
 from torch.testing import assert_close
-from torchrl.objectives.llm import MCAdvantage
 from torchrl.objectives.value import functional
 
 from credit_rl.advantages import (anchor_ids, anchor_share, discounted_sum, gae, gigpo, group_normalize, mt_grpo,
@@ -20,7 +17,7 @@ from credit_rl.advantages import (anchor_ids, anchor_share, discounted_sum, gae,
 from credit_rl.tspo import folr_rewards, tspo_advantages
 from credit_rl.carl import segment_advantages
 from credit_rl.information_gain import NORMS, igpo_advantages
-from credit_rl.groups import at_last_turn, discounted_suffix, group_share, standardize
+from credit_rl.groups import at_last_turn, discounted_suffix, group_share
 from credit_rl.losses import kl
 from credit_rl.trajectory import Group, Question, Trajectory, Turn, example_group
 from credit_batches import NAN, batches, cells, z
@@ -95,28 +92,6 @@ every_rule = pytest.mark.parametrize('rule', RULES.values(), ids=RULES)
 brief = settings(max_examples=15)
 
 
-# a power of two scales exactly: another may open a spread of one bit where there was none
-@given(batches(st.integers(-3, 3).map(float)), st.floats(-5, 5), st.sampled_from([.125, .25, .5, 2., 8.]))
-def test_shift_and_scale_do_not_matter(batch, shift, scale):
-    x, mask, groups = batch
-    anchors = anchors_of(x)
-    for rule in (lambda v: group_normalize(v, groups, mask, eps=0), lambda v: turn_normalize(v, mask, groups, eps=0),
-                 lambda v: group_normalize(v[:, 0], groups, eps=0), lambda v: reinforce_pp(v[:, 0], eps=0),
-                 lambda v: reinforce_pp(v[:, 0], groups, eps=0),
-                 lambda v: mt_grpo(v[:, 0], v[:, 0], mask[:, :2], groups, eps=0),
-                 lambda v: mt_grpo_star(v, v[:, 0], mask, groups, eps=0),
-                 lambda v: gigpo(v, anchors, mask, groups, gamma=0.0, mode='mean_std_norm', eps=0)
-                 if mask.all() else v.new_zeros(v.shape),
-                 *(lambda v, norm=norm: igpo_advantages(v, mask, groups, 0.0, norm, eps=0) for norm in NORMS)):
-        assert_close(rule(scale * x), rule(x), atol=1e-9, rtol=1e-9)
-        kept = rule(x) != 0                 # an inexact shift may open a spread of one bit where there was none
-        assert_close(rule(x + shift)[kept], rule(x)[kept], atol=1e-9, rtol=1e-9)
-    for rule in (lambda v: rloo(v[:, 0], groups), lambda v: group_normalize(v, groups, mask, scale=False),
-                 lambda v: gigpo(v, anchors, mask, groups)):     # nothing divides: they scale with the reward
-        assert_close(rule(scale * x), scale * rule(x), atol=1e-9, rtol=1e-9)
-    assert_close(rloo(x[:, 0] + shift, groups), rloo(x[:, 0], groups), atol=1e-9, rtol=1e-9)
-
-
 @every_rule
 @brief
 @given(batch=batches(), random=st.randoms(use_true_random=False))
@@ -151,15 +126,6 @@ def test_low_precision_uses_float32_statistics(rule, batch):
         out = rule(low, mask, groups)
         assert out.dtype == dtype and not out.isnan().any()
         assert torch.equal(out, rule(low.float(), mask, groups).to(dtype))
-
-
-@given(batches(lone=False))
-def test_group_advantages_sum_to_zero(batch):
-    x, mask, groups = batch
-    joint = group_normalize(x, groups, mask)
-    leave_one_out, baseline = rloo(x[:, 0], groups), reinforce_pp(x[:, 0], groups)
-    for members in cells(groups):
-        for a in (joint[members], leave_one_out[members], baseline[members]): assert abs(a.sum()) < 1e-6
 
 
 @pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16, torch.float16, torch.float64])
@@ -235,11 +201,6 @@ def test_half_measured_trajectories_infinities_and_lone_groups_are_refused():
     with pytest.raises(ValueError, match='bool'): group_normalize(half, pair, torch.ones(2, 2))
 
 
-def test_empty_cells_and_invalid_entries_do_not_leak():
-    out = standardize(torch.tensor([1., NAN, 3.]), torch.tensor([0, 5, 0]), torch.tensor([True, False, True]), eps=0)
-    assert out.tolist() == [-1, 0, 1]
-
-
 def test_integer_rewards_are_not_truncated():
     x, mask, groups = torch.tensor([[1, 0, 1], [0, 0, 0]]), torch.ones(2, 3, dtype=torch.bool), torch.tensor([0, 0])
     for rule in (lambda v: group_normalize(v, groups, mask), lambda v: turn_normalize(v, mask, groups),
@@ -252,16 +213,6 @@ def test_integer_rewards_are_not_truncated():
                  lambda v: mt_grpo(v[:, 0], v[:, 0], mask & torch.tensor([True, True, False]), groups)):
         assert rule(x).dtype == torch.float32
         assert_close(rule(x), rule(x.float()))
-
-
-@given(batches(st.sampled_from([0., 1.])))
-def test_group_shares_add_up(batch):
-    x, _, groups = batch
-    share = group_share(x[:, 0], groups)
-    assert math.isclose(share['all_right'] + share['mixed'] + share['all_wrong'], 1, rel_tol=1e-6)
-    assert math.isclose(share['collapsed'], 1 - share['mixed'], rel_tol=1e-6, abs_tol=1e-6)
-    silent = [not group_normalize(x[:, 0], groups)[m].any() for m in cells(groups)]
-    assert math.isclose(share['collapsed'], sum(silent) / len(silent), rel_tol=1e-6, abs_tol=1e-6)
 
 
 # ---------------------------------------------------------------- accumulating
@@ -281,15 +232,6 @@ def test_discounted_sum_is_the_recursion(batch, gamma):
     assert_close(at_last_turn(x[:, 0], mask).sum(1), x[:, 0])
 
 
-@pytest.mark.parametrize('gamma', [0.3, 0.95, 1.0])
-def test_discounted_sum_agrees_with_torchrl(gamma):
-    x, counts = torch.randn(6, 9, generator=torch.Generator().manual_seed(0)), [9, 1, 4, 7, 2, 9]
-    y = discounted_sum(x, torch.arange(9) < torch.tensor(counts)[:, None], gamma)
-    for i, n in enumerate(counts):
-        done = torch.arange(n)[:, None] == n - 1
-        assert_close(y[i, :n], functional.reward2go(x[i, :n, None], done, gamma)[:, 0], atol=1e-5, rtol=1e-5)
-
-
 @given(st.integers(1, 70), st.floats(0, 1))
 def test_doubling_reaches_every_length(length, factor):
     x = torch.randn(2, length, dtype=torch.float64, generator=torch.Generator().manual_seed(length))
@@ -303,7 +245,9 @@ def test_doubling_reaches_every_length(length, factor):
 def trl_advantages(rewards, size, kind='GRPO', **settings):
     "What TRL's trainer makes of rewards (N,) in groups of `size`; NaN is a reward that could not be had."
     module = pytest.importorskip(f'trl.trainer.{kind.lower()}_trainer', reason='pip install credit_rl[train]')
-    trainer = object.__new__(getattr(module, f'{kind}Trainer'))       # its method, without a model and data
+    class Bare(getattr(module, f'{kind}Trainer')):
+        def __getattr__(self, name): return None                      # what is not said below
+    trainer = object.__new__(Bare)                                    # its method, without a model and data
     same, ids = (lambda x, *a, **k: x), [[0]] * len(rewards)
     blank = [''] * len(rewards)
     written = (ids, ids, None, blank, None, {}, None, None) if kind == 'GRPO' else (ids, ids, blank)
@@ -315,17 +259,7 @@ def trl_advantages(rewards, size, kind='GRPO', **settings):
         beta=0.0,
         scale_rewards='group',
         multi_objective_aggregation='sum_then_normalize',
-        normalize_advantages=False,
-        reward_clip_range=None,
-        tools=None,
-        environments=None,
-        environment_factories=None,
-        use_vllm=False,
-        vllm_importance_sampling_correction=False,
         num_iterations=1,
-        mask_truncated_completions=False,
-        pad_to_multiple_of=None,
-        log_multimodal=False,
         _pending_extra_logs={},
         _pending_metrics={},
         _metrics={'train': defaultdict(list)},
@@ -374,62 +308,6 @@ def test_rloo_with_k1_in_the_reward_is_trls():
     assert_close(rloo(r - 0.3 * kl(old, ref, 'k1').sum(1), torch.arange(8) // 4), theirs, atol=1e-6, rtol=1e-5)
 
 
-@given(batches(lone=False))
-def test_joint_norm_is_torchrls(batch):
-    """torchrl's MCAdvantage on trajectories of different lengths: all steps of a group together (IGPO's joint norm),
-    or their sums (GRPO)."""
-    x, mask, groups = batch
-    for members in cells(groups):
-        own, total = x[members][mask[members]], torch.where(mask, x, 0.0).sum(1)[members]
-        for kind, values in ((None, own), ('sum', total)):
-            if values.max() == values.min(): continue  # torchrl has no rule for them
-            rule = MCAdvantage(grpo_size=len(members), prompt_key='group', trajectory_return=kind)
-            for i in members:
-                reward = x[i][mask[i]][:, None]
-                done = torch.arange(len(reward))[:, None] == len(reward) - 1
-                whole = rule.inv(
-                    TensorDict(group=torch.zeros(len(reward)), next=TensorDict(reward=reward, done=done,
-                                                                               batch_size=[len(reward)]),
-                               batch_size=[len(reward)]))
-            ours = (group_normalize(x[members], groups[members], mask[members], ddof=1, eps=0) if kind is None else
-                    group_normalize(total, groups[members], ddof=1, eps=0)[:, None].expand(len(members), x.shape[1]))
-            theirs = whole['advantage']
-            theirs = (theirs.values() if theirs.is_nested else theirs).flatten()
-            # below it torchrl divides by 1e-6
-            if values.std() > 1e-6: assert_close(ours[mask[members]], theirs, atol=1e-6, rtol=1e-5)
-
-
-@given(batches(lone=False))
-def test_rloo_leaves_itself_out(batch):
-    x, _, groups = batch
-    a = rloo(x[:, 0], groups)
-    for members in cells(groups):
-        for i in members:
-            others = [x[j, 0].item() for j in members if j != i]
-            assert math.isclose(a[i], x[i, 0].item() - statistics.fmean(others), rel_tol=1e-9, abs_tol=1e-9)
-
-
-@given(batches(lone=False))
-def test_reinforce_pp(batch):
-    x, _, groups = batch
-    r = x[:, 0]
-    assert_close(reinforce_pp(r), torch.tensor(z(r.tolist()), dtype=r.dtype), atol=1e-7, rtol=1e-6)
-    centered = group_normalize(r, groups, scale=False)
-    expected = centered / ((centered ** 2).mean().sqrt() + 1e-6)
-    assert_close(reinforce_pp(r, groups), expected)
-
-
-@given(batches())
-def test_mt_grpo_star_without_calls_is_grpo(batch):
-    x, mask, groups = batch
-    grpo = torch.where(mask, group_normalize(x[:, 0], groups)[:, None], 0.0)
-    for norm in ('turn', 'pooled'):
-        assert_close(mt_grpo_star(x, x[:, 0], mask, groups, lambda_mid=0.0, norm=norm), grpo)
-    assert_close(mt_grpo_star(x, x[:, 0], mask, groups, tool_mask=torch.zeros_like(mask)), grpo)
-    two, two_mask = x[:, :2], mask[:, :2]
-    assert_close(mt_grpo(two[:, 0], x[:, 0], two_mask, groups, beta=0.0), grpo[:, :2])
-
-
 @given(batches(), st.sampled_from(['turn', 'pooled']), st.booleans(), st.floats(0, 2), st.floats(0, 2),
        st.sampled_from([(0, 1e-6), (1, 0.5)]), st.data())
 def test_mt_grpo_star_is_the_definition(batch, norm, literal, mid, final, how, data):
@@ -471,29 +349,6 @@ def test_mt_grpo_is_the_definition(batch, beta, ddof, eps, data):
             first = beta * inner[i] + (1 - beta) * outer[i] if i in inner else outer.get(i, 0.0)
             assert a[i].tolist() == pytest.approx(
                 [v if m else 0.0 for v, m in zip([first, outer.get(i, 0.0)], mask[i])], abs=1e-6)
-
-
-def test_mt_grpo_star_details():
-    mask, groups = torch.ones(2, 3, dtype=torch.bool), torch.tensor([0, 0])
-    tool = torch.tensor([[False, True, False], [True, False,
-                                                False]])          # the first rollout's first turn was no call
-    rewards, outcome = torch.tensor([[9., 1., 9.], [0., 9., 9.]]), torch.tensor([1., 1.])
-    a = mt_grpo_star(rewards, outcome, mask, groups, tool_mask=tool)
-    assert_close(a, torch.tensor([[0., 1., 0.], [-1., 0., 0.]]), atol=1e-5, rtol=0)     # first call against first call
-    unrated = torch.tensor([[NAN, 1., 0.], [0., 2., 0.]])                       # a judge that failed on one call
-    a = mt_grpo_star(unrated, torch.tensor([1., 0.]), mask, groups)
-    assert_close(a, torch.tensor([[1., 0., 1.], [-1., 0., -1.]]), atol=1e-5, rtol=0)
-    long = mt_grpo_star(rewards, outcome, mask, groups, tool_mask=tool, literal=True,
-                        turn_tokens=torch.tensor([[1, 4, 1], [2, 1, 1]]), eps=0)
-    assert_close(long, torch.tensor([[0., 1., 0.], [-1., 0., 0.]]))
-    late = torch.tensor([[True, False, False], [True, True, True]])             # cut off after one call
-    cut_off = mt_grpo_star(torch.tensor([[1., 0, 0], [0., 5, 0]]), outcome, late, groups,
-                           tool_mask=late & torch.tensor([True, True, False]))
-    assert_close(cut_off, torch.tensor([[1., 0., 0.], [-1., 0., 0.]]), atol=1e-5, rtol=0)   # a lone second call gets 0
-    no_call = mt_grpo(torch.tensor([1., NAN, 0.]), torch.tensor([0., 3., 0.]),
-                      torch.tensor([[True, True], [True, False], [True, True]]), torch.zeros(3).long())
-    final = group_normalize(torch.tensor([0., 3., 0.]), torch.zeros(3).long())
-    assert_close(no_call[1, 0], final[1]); assert_close(no_call[0, 0], 0.5 + final[0] / 2, atol=1e-5, rtol=0)
 
 
 @given(batches(), st.sampled_from([0.0, 0.95, 1.0]), st.sampled_from(['mean_norm', 'mean_std_norm']),
@@ -553,15 +408,8 @@ def test_gae_is_the_recursion_over_trained_tokens(seed, gamma, lam, trajectories
     assert not a[~mask].any() and not returns[~mask].any()
 
 
-@given(st.integers(0, 10 ** 6))
-def test_gae_limits_and_shapes(seed):
-    r, v, mask, _ = random_rows(seed)
-    rewards_to_go = torch.where(mask, torch.where(mask, r, 0.0).flip(1).cumsum(1).flip(1), 0.0)
-    a, returns = gae(r, v, mask, 1.0, 1.0)
-    assert_close(returns, rewards_to_go)  # telescoping: the critic cancels
-    assert_close(a, torch.where(mask, rewards_to_go - v, 0.0))
-    wide, pad = torch.cat([r, torch.full_like(r, NAN)], 1), torch.cat([mask, torch.zeros_like(mask)], 1)
-    assert_close(gae(wide, wide, pad, 0.9, 0.9)[0][:, :r.shape[1]], gae(r, r, mask, 0.9, 0.9)[0])
+def test_gae_of_low_precision_uses_float32():
+    r, v, mask, _ = random_rows(0)
     low = gae(r.bfloat16(), v.bfloat16(), mask, 1.0, 0.95)[0]
     assert low.dtype == torch.bfloat16
     assert_close(low, gae(r.bfloat16().float(), v.bfloat16().float(), mask, 1.0, 0.95)[0].bfloat16())

@@ -6,20 +6,18 @@ import pytest, torch
 from hypothesis import given, settings, strategies as st
 from torch.testing import assert_close
 
-from credit_rl.critics import auc
 from credit_rl.engine import HFEngine, SamplingParams
 from credit_rl.tspo import first_turns
-from credit_rl.information_gain import (NORMS, PARTS, belief_check, belief_schema, belief_warning, best_gold_logp,
-                                        first_answer, gold_entropy, has_answer, igpo_advantages, information_gain,
-                                        set_f1, shown_states, with_outcome)
-from credit_rl.groups import group_normalize
+from credit_rl.information_gain import (NORMS, belief_check, belief_warning, best_gold_logp, first_answer,
+                                        gold_entropy, has_answer, igpo_advantages, information_gain, set_f1,
+                                        shown_states, with_outcome)
 from credit_rl.layout import pack
 from credit_rl.models import load_model
 from credit_rl.methods import get_method
 from credit_rl.parts import Measured
-from credit_rl.protocol import PROTOCOLS, Chat
+from credit_rl.protocol import PROTOCOLS, Chat, byte_tokenizer
 from credit_rl.rollout import rollout
-from credit_rl.scoring import Schema, acting_states, answer_header, answer_logps, gold_templates
+from credit_rl.scoring import acting_states, answer_header, answer_logps, gold_templates
 from credit_rl.tiny import tiny_environment
 from credit_rl.trajectory import Group, example_group
 from credit_rl.world import make_world
@@ -100,18 +98,6 @@ def test_the_best_gold_counts_at_each_state(data):
             means = [(sums[i, j, g] / tokens[g]).item() for g in range(m) if exists[i, j, g]]
             expected = NAN if any(map(math.isnan, means)) else max(means)
             assert_close(best[i, j], torch.tensor(expected), equal_nan=True)
-    order = torch.randperm(m, generator=torch.Generator().manual_seed(0))
-    assert torch.equal(
-        best_gold_logp(sums[..., order], tokens[order], exists[..., order]).nan_to_num(7), best.nan_to_num(7))
-    padded = best_gold_logp(torch.nn.functional.pad(sums, (0, 1), value=NAN), torch.nn.functional.pad(tokens, (0, 1)),
-                            torch.nn.functional.pad(exists, (0, 1)))
-    assert torch.equal(padded.nan_to_num(7), best.nan_to_num(7))
-
-
-def test_maximum_over_golds_comes_before_the_difference():
-    states = torch.tensor([[[1/2, 1/10], [1/5, 3/5]]]).log()             # gold 1 falls, gold 2 rises by a half
-    gain = information_gain(best_gold_logp(states, torch.tensor([1, 1])))
-    assert_close(gain, torch.tensor([[0.1]]))                            # 3/5 - 1/2, not max(-0.3, +0.5)
 
 
 def test_bad_golds_are_refused():
@@ -180,19 +166,6 @@ def test_probabilities_are_refused(values):
     assert information_gain(torch.zeros(1, 3)).tolist() == [[0, 0]]  # certain everywhere is possible, and gains nothing
 
 
-def test_gold_entropy_is_scikit_learns_log_loss():
-    metrics = pytest.importorskip('sklearn.metrics')
-    g = torch.Generator().manual_seed(0)
-    # states S_0, S_1, S_2; four answers
-    probabilities = torch.rand(50, 3, 4, generator=g, dtype=torch.float64).softmax(-1)
-    gold = torch.randint(0, 4, (50,), generator=g)
-    logp = probabilities.gather(2, gold[:, None, None].expand(50, 3, 1))[..., 0].log()
-    entropy = gold_entropy(logp, torch.ones(50, 2, dtype=torch.bool))
-    for column, state in ((0, 0), (1, 1)):                               # S_2 holds the model's own answer
-        expected = metrics.log_loss(gold.numpy(), probabilities[:, state].numpy(), labels=range(4))
-        assert math.isclose(entropy[:, column].mean(), expected, rel_tol=1e-9)
-
-
 # ---------------------------------------------------------------- the outcome
 
 @PROPERTY
@@ -237,59 +210,6 @@ def test_igpo_is_the_slow_reference(batch, gamma, norm, ddof, variant, parts):
     assert_close(out, slow_igpo(x, mask, groups, gamma, norm, ddof, 1e-6, variant, parts), atol=1e-6, rtol=1e-6)
 
 
-def test_igpo_agrees_with_scikit_learn_and_torchrl():
-    preprocessing = pytest.importorskip('sklearn.preprocessing')
-    functional = pytest.importorskip('torchrl.objectives.value.functional')
-    g = torch.Generator().manual_seed(0)
-    x, groups = torch.randn(6, 5, generator=g, dtype=torch.float64), torch.tensor([0, 1, 0, 1, 1, 0])
-    mask = torch.ones(6, 5, dtype=torch.bool)
-    for gamma in (1.0, 0.7):
-        out = igpo_advantages(x, mask, groups, gamma, eps=0)
-        for group in (0, 1):
-            z = torch.tensor(preprocessing.scale(x[groups == group].numpy().reshape(-1)).reshape(3, 5))
-            done = torch.zeros(3, 5, 1, dtype=torch.bool)
-            done[:, -1] = True
-            assert_close(out[groups == group],
-                         functional.reward2go(z[..., None], done, gamma)[..., 0], atol=1e-9, rtol=1e-9)
-
-
-@PROPERTY
-@given(batches(numbers), st.sampled_from(NORMS))
-def test_limit_cases(batch, norm):
-    x, mask, groups = batch
-    own = igpo_advantages(x, mask, groups, gamma=0.0, norm=norm)
-    if norm == 'joint': assert_close(own, group_normalize(x, groups, mask))
-    for cell in cells_of(mask, groups, norm): assert abs(sum(own[w] for w in cell)) < 1e-6
-    outcome = x.gather(1, mask.sum(1, keepdim=True) - 1)[:, 0]
-    grpo = torch.where(mask, group_normalize(outcome, groups)[:, None], 0.0)
-    assert_close(igpo_advantages(x, mask, groups, norm=norm, parts='outcome'), grpo)             # F1 only is GRPO on F1
-    ends = torch.nn.functional.one_hot(mask.sum(1) - 1, mask.shape[1]).bool()
-    gain = igpo_advantages(x, mask, groups, norm=norm, parts='gain')
-    assert not gain[ends].any()
-    # outcomes are not read
-    assert torch.equal(gain, igpo_advantages(torch.where(ends, 9.0, x), mask, groups, norm=norm, parts='gain'))
-
-
-def test_a_turn_without_gain_is_a_turn_and_only_the_released_code_melts_it():
-    x, mask, groups = torch.tensor([[0.5, 0.0, 0.25, 1.0],
-                                    [0.25, 0.5, 0.5, 0.0]]), torch.ones(2, 4, dtype=torch.bool), torch.tensor([0, 0])
-    for gamma in (1.0, 0.5):
-        paper, released = (igpo_advantages(x, mask, groups, gamma, variant=v) for v in ('paper', 'released'))
-        z = group_normalize(x, groups, mask)
-        assert_close(paper[0, 1], z[0, 1] + gamma * paper[0, 2])          # its own reward, and one step of discount
-        assert paper[0, 1] != paper[0, 2] and released[0, 1] == released[0, 2]
-    kept = torch.tensor([0.5, 0.25, 1.0, 0.25, 0.5, 0.5, 0.0])  # the outcome of 0 counts, the gain of 0 does not
-    std = math.sqrt(kept.var(correction=0) + 1e-8) + 1e-6
-    assert_close(igpo_advantages(x, mask, groups, 0.0, variant='released')[0, 0], (0.5 - kept.mean()) / std)
-
-
-def test_per_turn_rewards_not_stopping_and_pooled_does_not():
-    x = torch.tensor([[0.6, 1.0, 0], [0.2, 0.1, 1.0], [0.1, 0.0, 1.0]])
-    mask, groups = torch.tensor([[True, True, False], [True] * 3, [True] * 3]), torch.zeros(3, dtype=torch.long)
-    second = {norm: igpo_advantages(x, mask, groups, 0.0, norm)[1, 1] for norm in NORMS}
-    assert second['per-turn'] > 0.99 and second['pooled'] < 0 and second['joint'] < 0
-
-
 def test_igpo_refuses():
     x, mask, groups = torch.randn(2, 3), torch.ones(2, 3, dtype=torch.bool), torch.tensor([0, 0])
     for wrong in (dict(norm='turn'), dict(variant='first'), dict(parts='f1'), dict(gamma=1.5), dict(ddof=2),
@@ -320,17 +240,6 @@ def test_first_answer_is_the_first():
     with pytest.raises(TypeError, match='list'): set_f1('a', 'a')
 
 
-def test_a_group_of_failures_is_not_silent():
-    group = example_group()
-    beliefs = torch.tensor([[.1, .2, .6, .7], [.1, .2, .6, .3], [.1, .05, .04, .04]]).log()
-    gains = information_gain(torch.nn.functional.pad(beliefs, (0, 1), value=NAN), torch.ones(3, 4, dtype=torch.bool))
-    rewards = with_outcome(gains, torch.zeros(3), torch.ones(3, 4, dtype=torch.bool),
-                           has_answer([Group(group.question, group.trajectories)]))
-    out = igpo_advantages(rewards, torch.ones(3, 4, dtype=torch.bool), torch.zeros(3, dtype=torch.long))
-    assert out[0, 0] > out[1, 0] and out[0, 0] > out[2, 0] and not group_normalize(
-        torch.zeros(3), torch.zeros(3, dtype=torch.long)).any()
-
-
 # ---------------------------------------------------------------- is it a belief?
 
 def scored(beliefs, who='gold'):
@@ -341,8 +250,7 @@ def scored(beliefs, who='gold'):
 
 @pytest.mark.parametrize('who', ['gold', 'teacher'])
 def test_belief_is_compared_at_states_that_were_shown_the_gold_and_others(who):
-    """By hand: the second turn of two rollouts of the running example shows Budapest, so S_2 and S_3 of them count as
-    shown, and the eight other states before a turn as not; the end S_4 and a state that was not scored do not count."""
+    "By hand: S_2 and S_3 of two rollouts were shown Budapest; the end and a state that was not scored do not count."
     group = example_group()
     assert first_turns([group]).tolist() == [1, 1, -1]
     beliefs = [[.1, .2, .6, .3, .9], [.1, NAN, .2, .4, .9], [.1, .1, .1, .5, .9]]
@@ -355,8 +263,7 @@ def test_belief_is_compared_at_states_that_were_shown_the_gold_and_others(who):
 
 
 def test_what_a_note_has_lost_is_not_shown_any_more():
-    """By hand: a call shows Budapest (S_1), the note of it takes its place and keeps it (S_2) or not; what the model
-    writes elsewhere shows nothing."""
+    "By hand: a call shows Budapest (S_1), its note keeps it (S_2) or not; the model's own words show nothing."
     group = example_group()
     first = group.trajectories[0]
     turn = dataclasses.replace(first.turns[0], observation_text='Curtiz was born in Budapest .')
@@ -369,22 +276,8 @@ def test_what_a_note_has_lost_is_not_shown_any_more():
     assert shown_states([both]).tolist() == [[False, True, True, True], [False, True, False, False]]
 
 
-@PROPERTY
-@given(st.lists(st.sampled_from([.1, .2, .3, .4, .5]), min_size=12, max_size=12))
-def test_the_auc_of_belief_is_that_of_every_auc(values):
-    group, shown = example_group(), [0, 0, 1, 1] * 2 + [0] * 4
-    beliefs = torch.tensor(values, dtype=torch.float64).view(3, 4)
-    found = belief_check(scored(torch.nn.functional.pad(beliefs, (0, 1), value=.5)), pack([group]), [group])
-    assert found['belief_auc'] == pytest.approx(auc(beliefs.flatten(), shown))
-
-
-def test_a_missing_kind_of_state_is_nan_and_not_warned_about():
+def test_answers_that_nothing_can_show_are_no_states_of_either_kind():
     group = example_group()
-    lost = Group(group.question, group.trajectories[2:])
-    found = belief_check(scored(torch.full((1, 5), .1)), pack([lost]), [lost])
-    assert math.isnan(found['belief_auc']) and math.isnan(found['belief_shown']) and found['belief_shown_states'] == 0
-    assert found['belief_unshown'] == pytest.approx(.1) and found['belief_unshown_states'] == 4
-    assert belief_warning(found) == belief_warning({}) == ''
     yes = dataclasses.replace(group, question=dataclasses.replace(group.question, answers=['yes']))
     said = belief_check(scored(torch.full((3, 5), .1)), pack([yes]), [yes])
     assert said['belief_shown_states'] == said['belief_unshown_states'] == 0 and math.isnan(said['belief_unshown'])
@@ -399,33 +292,8 @@ def test_a_belief_that_is_none_is_warned_about(found, warned):
     assert bool(said) == warned == ('gold_schema' in said) == ('7 states' in said)
 
 
-@pytest.fixture(scope='module')
-def played(root):
-    "Model, chat and 240 rollouts of the small base."
-    model, words = load_model(str(root / 'data' / 'tiny_base'))
-    chat, world = Chat(PROTOCOLS['tiny'], words), make_world('dev', 5, size=200, questions=60)
-    return model, chat, rollout(HFEngine(model, words), tiny_environment(world, chat, max_turns=4), world.questions, 4,
-                                SamplingParams(max_tokens=24))
-
-
-def test_only_in_its_own_words_does_the_small_base_believe(played):
-    "The papers' schemas, of which it knows no word or that it never wrote, stay below what is warned about."
-    model, chat, groups = played
-    layout, found = pack(groups, prefix=len(chat.encode(answer_header(chat)))), {}
-    for name in ('own', 'tips', 'igpo'):
-        scores = answer_logps(model, (layout.ids, layout.lengths), acting_states(layout.states, layout.turn_mask),
-                              gold_templates(chat, groups, name))
-        found[name] = belief_check(Measured(gold_logp=scores.sums, gold_tokens=scores.tokens), layout, groups)
-    own = found['own']
-    assert own['belief_auc'] > .9 and own['belief_shown'] > .4 > .01 > own['belief_unshown']
-    assert min(own['belief_shown_states'], own['belief_unshown_states']) > 50 and not belief_warning(own)
-    for name in ('tips', 'igpo'):
-        assert found[name]['belief_shown'] < .05 and belief_warning(found[name]), name
-    assert belief_schema(chat.protocol) == Schema('<think> {last_relation} ', ' </think>')
-
-
 @pytest.mark.parametrize('base, protocol', [('tiny_weak', 'tiny'), ('tiny_carl', 'carl-tiny-forced')])
-def test_so_do_the_other_small_bases(root, base, protocol):
+def test_small_bases_believe_in_their_own_words(root, base, protocol):
     "The weak one, and CARL's, whose outputs are replaced by notes that may lose what they showed."
     model, words = load_model(str(root / 'data' / base))
     chat, world = Chat(PROTOCOLS[protocol], words), make_world('dev', 5, size=200, questions=30)
@@ -438,11 +306,10 @@ def test_so_do_the_other_small_bases(root, base, protocol):
     assert found['belief_auc'] > .9 and found['belief_shown'] > .3 and found['belief_shown_states'] > 20
 
 
-def test_only_the_first_accepted_answers_are_scored(played):
-    """Sixteen, or as the option says: the first texts of the file, of which each counts once. TIPS sums over all, and
-    two rewards that read the same scores must agree."""
-    _, chat, (group, *_) = played
-    names = list(dict.fromkeys(a for g in played[2] for a in g.question.answers))[:20]
+def test_only_the_first_accepted_answers_are_scored():
+    "The first sixteen, or as the option says, each text once; TIPS sums over all."
+    chat, group = Chat(PROTOCOLS['tspo'], byte_tokenizer()), example_group()
+    names = [f'Budapest {i}' for i in range(20)]
     names.append(names[0])
     many = dataclasses.replace(group, question=dataclasses.replace(group.question, answers=names))
     needs = lambda spelling, **options: get_method(spelling).bind(options).needs
@@ -451,11 +318,3 @@ def test_only_the_first_accepted_answers_are_scored(played):
     scored = lambda most: gold_templates(chat, [many], 'own', most)[0]
     assert [len(scored(most)) for most in (16, 3, 99, None)] == [16, 3, 20, 20] and scored(3) == scored(None)[:3]
     with pytest.raises(ValueError, match='golds'): needs('igpo', golds=0)
-
-
-def test_the_gain_asks_in_the_protocols_words_unless_told():
-    gain = PARTS[0]
-    usual = {name: option.default for name, option in gain.options.items()}
-    schema = lambda **o: gain.needs({**usual, **o}).gold.schema
-    assert schema() == 'own' and schema(schema=['a ', '']) == ['a ', '']
-    with pytest.raises(ValueError, match="'own'"): gain.check({**usual, 'schema': 'tpis'})

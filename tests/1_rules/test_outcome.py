@@ -12,20 +12,6 @@ settings.register_profile('credit', deadline=None, max_examples=40)
 settings.load_profile('credit')
 
 
-@pytest.mark.parametrize('text, form, expected', [
-    ('<answer> a </answer> <answer>b</answer>', 'answer', 'b'), ('<answer>a</answer><answer>b', 'answer', 'a'),
-    ('<answer>a<answer>b</answer>', 'answer', 'b'), ('<answer>two\nlines</answer>', 'answer', 'two\nlines'),
-    ('no tags', 'answer', None),
-    ('</answer>a<answer>', 'answer', None), ('<answer></answer>', 'answer', ''),
-    (r'\boxed{1} \boxed{\frac{1}{2}}', 'boxed', r'\frac{1}{2}'),
-    (r'\boxed{1} \boxed{2', 'boxed', '1'), (r'\boxed{\boxed{3}}', 'boxed', '3'), (r'\boxed{\{a\}}', 'boxed', r'\{a\}'),
-    ('boxed{1}', 'boxed', None),
-    (r'} \boxed{4} {', 'boxed', '4'), (r'{ \boxed{5}', 'boxed', '5'), (r'\boxed {6}', 'boxed', '6'),
-    (r'\boxed{\} 7}', 'boxed', r'\} 7')])
-def test_extract_answer(text, form, expected):
-    assert extract_answer(text, form) == expected
-
-
 nested = st.recursive(st.text('ab 1\\', max_size=3).map(lambda s: s.replace('\\', '\\\\')),
                       lambda inner: st.lists(inner, max_size=3).map(lambda parts: '{' + ''.join(parts) + '}'),
                       max_leaves=6)

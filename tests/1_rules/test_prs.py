@@ -1,5 +1,5 @@
 """Properties of 34_prs: the stages in their order, missing verdicts, what counts as a call, the judge's reply."""
-import dataclasses, itertools, math, re, warnings
+import dataclasses, math, re
 
 import pytest, torch
 from hypothesis import given, settings, strategies as st
@@ -7,7 +7,7 @@ from torch.testing import assert_close
 
 from credit_rl.groups import group_normalize
 from credit_rl.methods import get_method
-from credit_rl.metrics import normalize, short_bleu
+from credit_rl.metrics import short_bleu
 from credit_rl.parts import assign
 from credit_rl.protocol import PROTOCOLS, Chat
 from credit_rl.prs import (PRS_JUDGE_PROMPT, PRS_TAGS, complete_package, format_reward, judge_messages, parse_verdict,
@@ -61,18 +61,6 @@ def test_flags_must_be_flags(wrong):
     with pytest.raises(ValueError, match='False'): process_reward([], wrong)
 
 
-@PROPERTY
-@given(st.sampled_from([-1, 0, 1]), st.sampled_from([0, 0.1]), st.sampled_from([0, 1]), unit)
-def test_forms_are_the_general_form_without_squashing(process, format, judge, answer):
-    plain = lambda x: x
-    assert math.isclose(prs_short(process, format, answer),
-                        progressive([process, answer], [1], plain) + format, abs_tol=1e-12)
-    assert math.isclose(prs_long(process, format, judge, answer),
-                        progressive([process, judge, answer], [1, 1], plain) + format, abs_tol=1e-12)
-    if process == 1 and judge == 1:
-        assert math.isclose(prs_long(process, format, judge, answer), prs_short(process, format, answer) + 1)
-
-
 def test_a_tensor_of_stages_is_added_up_as_each_alone():
     rows = [(p, f, a) for p in (-1, 0, 1) for f in (0., .1) for a in (0., .5, 1.)]
     many = prs_short(*map(torch.tensor, zip(*rows)))
@@ -86,16 +74,6 @@ def test_a_tensor_of_stages_is_added_up_as_each_alone():
                        ((torch.tensor([1]), torch.tensor([.1, 0.]), torch.tensor([0.])), ValueError),
                        ((torch.tensor([1]), .1, torch.tensor([0.])), TypeError)):
         with pytest.raises(error): prs_short(*bad)
-
-
-
-def test_a_later_lesson_is_always_worth_more():
-    """Every rollout that reached a stage beats, with equal tags, every one that did not; and tags never outweigh a
-    stage."""
-    for a, b in itertools.product([-1, 0, 1], repeat=2):
-        if a < b:
-            for f, g in itertools.product([0, 0.1], repeat=2): assert prs_short(a, f, 0.0) < prs_short(b, g, 0.0)
-    assert prs_long(1, 0.1, 0, 1.0) < prs_long(1, 0.0, 1, 0.0) <= prs_long(1, 0.0, 1, 0.5)
 
 
 @PROPERTY
@@ -174,14 +152,6 @@ def test_a_malformed_end_is_a_failed_answer_unless_it_opened_a_call(text, call, 
     assert process_reward(read_calls(t)[0], t.answer is not None) == (-1 if parsed else 0)
     middle = dataclasses.replace(t, turns=[turn(Result.MALFORMED, text, call), turn(Result.OK)])
     assert read_calls(middle)[0] == parsed + [True]  # in the middle what holds no call breaks none
-
-
-def test_a_message_without_a_call_costs_the_format_and_nothing_else():
-    "Text, call, right answer: every call is parsed, so eq. 8 gives 1; the same with a call that is not closed, -1."
-    said = turn(Result.NONE, '<reasoning> x </reasoning> <answer> NYC </answer>', None)
-    def rewards(first): return prs_rewards([Group(Q, [Trajectory(Q, [0], [
-        turn(Result.MALFORMED, first, None), turn(Result.OK), said], Stop.ANSWER, 'NYC')])])[0].tolist()
-    assert rewards('I should look this up.') == [2.0] and rewards('<tool_call> {"name"') == [-1.0]
 
 
 # ---------------------------------------------------------------- batches
@@ -300,54 +270,7 @@ def test_batches_refuse():
     with pytest.raises(ValueError, match='turns'): prs_rewards([Group(Q, [Trajectory(Q, [0], [], Stop.LENGTH)])])
 
 
-def test_the_answer_stage_is_nltks_bleu_with_the_papers_weights():
-    bleu = pytest.importorskip('nltk.translate.bleu_score')
-    said = [
-        'Budapest', 'the city of Budapest', 'city of Budapest in Hungary today', 'Budapest Hungary', 'of Hungary city',
-        'Vienna'
-    ]
-    golds = ['city of Budapest in Hungary', 'Budapest']
-    question = Question('b', 'Where?', golds)
-    rollouts = [Trajectory(question, [0], [turn(Result.NONE, '', None)], Stop.ANSWER, answer) for answer in said]
-    _, stages = prs_rewards([Group(question, rollouts)])
-    for answer, got in zip(said, stages['answer'].tolist()):
-        words = normalize(answer).split()
-        n = min(4, len(words))
-        with warnings.catch_warnings():
-            warnings.simplefilter('ignore')
-            expected = max(bleu.sentence_bleu([normalize(g).split()], words, weights=[1 / n] * n) for g in golds)
-        # nltk's unmatched n-grams give about 1e-78
-        assert math.isclose(got, expected if expected > 1e-30 else 0.0, rel_tol=1e-6)
-    assert stages['answer'][0] == 1 and 0 < stages['answer'][2] < 1
-
-
-@PROPERTY
-@given(st.integers(1, 3), st.lists(st.sampled_from('new york city hall tower'.split()), max_size=6))
-def test_unsmoothed_answers_longer_than_a_short_gold_score_nothing(r, said):
-    gold = ' '.join('new york city'.split()[:r])
-    if len(said) > r: assert short_bleu(' '.join(said), [gold]) == 0
-    assert short_bleu(gold, [gold]) == 1
-
-
 # ---------------------------------------------------------------- the judge
-
-VERDICTS = {
-    'Match': 1, '<Evaluation Rating>: Match': 1, '**Match**': 1, '<Evaluation Rating>: <Match>': 1, '1': 1,
-    'It is a mismatch. <Evaluation Rating>: Match\n': 1, 'mismatch': 0, '<Evaluation Rating>:Mismatch.': 0,
-    'Evaluation Rating: [Mismatch]': 0, '0': 0, 'not a match': 0, 'no Match': 0, 'Match/Mismatch': None,
-    'Matching': None, '<Evaluation Rating>:': None, '': None, None: None, '10': None, '1. The response': None,
-    # behind thinking, before a reason, behind a label
-    '<think>A match? No.</think>\n\nMismatch': 0, 'It is so.\n</think>\nMatch': 1, '<think>Match': None,
-    '<think>Match</think>': None, 'Match\n\nReason: no mismatch is left.': 1, 'Mismatch - it does not match': 0,
-    'Mismatch, because they match in no word.': 0, '**Evaluation Rating**: Match\nBoth say so.': 1,
-    'Rating: Mismatch': 0, 'Final verdict: **Match**': 1, 'The response says so.\nMatch': 1,
-    'Match: Mismatch': 0, 'Match: no': 0, '{"match": false}': 0, 'Match: same city': 1,
-    '<Evaluation Rating>:\n\nMatch (both name Orvane)': 1, '0.5': None, 'Match or Mismatch': None}
-
-
-@pytest.mark.parametrize('reply, verdict', VERDICTS.items())
-def test_verdicts(reply, verdict):
-    assert parse_verdict(reply) == verdict
 
 
 def test_the_response_cannot_pose_as_the_reference():

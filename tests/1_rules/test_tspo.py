@@ -74,14 +74,6 @@ def test_first_occurrence_traps():
     with pytest.raises(TypeError): first_occurrence('x', ['x'])
 
 
-@given(binary_batches(), st.floats(0.01, 1))
-def test_alpha_is_divided_out_where_everyone_failed(batch, alpha):
-    _, first, mask, groups = batch
-    wrong = torch.zeros(len(groups), dtype=torch.float64)
-    a, one = (tspo_advantages(wrong, first, mask, groups, v, 'all-wrong', eps=0) for v in (alpha, 1.0))
-    assert_close(a, one, atol=1e-9, rtol=1e-9)
-
-
 @given(binary_batches(), st.data())
 def test_near_miss_statistics(batch, data):
     outcome, first, mask, groups = batch

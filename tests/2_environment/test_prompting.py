@@ -62,8 +62,7 @@ def calls(trajectory): return [turn.call for turn in trajectory.turns if turn.ca
 
 @pytest.mark.parametrize('name', ['direct', 'cot', 'rag', 'cot-rag'])
 def test_without_calls_it_is_right_where_it_knows_or_was_shown(tiny, name):
-    """Of those that answer at once, on one hop alone. The three passages of a prompt are those that the search gives
-    when it is called here."""
+    "A prompt's three passages are those that the search gives here; who answers at once knows one hop alone."
     world, search, known = tiny
     found = name.endswith('rag')
     for t in played(tiny, name, known=known):

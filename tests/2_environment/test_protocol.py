@@ -5,12 +5,10 @@ import re
 import time
 
 import pytest
-import torch
 from hypothesis import given, settings, strategies as st
 
-from credit_rl.engine import FinishedTurn, HFEngine, SamplingParams, ScriptedEngine
-from credit_rl.layout import pack, token_logps
-from credit_rl.learner import Learner
+from credit_rl.engine import HFEngine, SamplingParams, ScriptedEngine
+from credit_rl.layout import pack
 from credit_rl.outcome import extract_answer
 from credit_rl.protocol import (Action, find_box, byte_tokenizer, CARL_PROMPTS, Chat, CHATML, check_tokenizer, parse,
                                 PLAIN, Protocol, PROTOCOLS, read_context)
@@ -23,6 +21,7 @@ from credit_rl.tools import SearchTool
 from credit_rl.trajectory import Question, Result, Stop, Trajectory, Turn
 from credit_rl.turn_rewards import parse_ratings
 from random_models import small_qwen
+from tape import Tape
 from templates import FAMILIES, PUBLISHED, TRL, family_tokenizer, template_text
 
 EVERY = [(name, False) for name in FAMILIES] + [(name, True) for name in PUBLISHED]
@@ -89,37 +88,7 @@ LOOSE = st.tuples(
     ACTS | WORDS, st.sampled_from(['', ' ', '\n\n'])).map(''.join)
 
 
-# ---- our templates are the published ones ----
-
-CONTENT = st.tuples(st.sampled_from(['', '<think>\n', ' <think>', '<tool_response>']), WORDS,
-                    st.sampled_from(['', '\n</think>\n\n', '</think>', '</tool_response>']), WORDS).map(''.join)
-
-
-@st.composite
-def conversations(draw):
-    "Messages of any roles in any order, a system message only in front."
-    out = [{'role': 'system', 'content': draw(CONTENT)}] if draw(st.booleans()) else []
-    out.append({'role': 'user', 'content': draw(CONTENT)})
-    for _ in range(draw(st.integers(0, 4))):
-        out.append(
-            {'role': draw(st.sampled_from(['assistant', 'assistant', 'user', 'tool'])), 'content': draw(CONTENT)})
-    return out
-
-
-@pytest.mark.skipif(not PUBLISHED, reason='TRL, which brings the published templates, is not installed')
-@pytest.mark.parametrize('name', PUBLISHED)
-@settings(deadline=None, max_examples=50)
-@given(
-    conversations(),
-    st.booleans(),
-    st.sampled_from([{}, {'enable_thinking': False}, {'enable_thinking': True}, {'date_string': '1 Jan 2025'}]),
-)
-def test_our_template_texts_speak_the_published_markup(name, messages, prompt, options):
-    tokenizer = family_tokenizer(name)
-    ours, theirs = (tokenizer.apply_chat_template(messages, chat_template=template_text(name, p), tokenize=False,
-                                                  add_generation_prompt=prompt, **options) for p in (False, True))
-    assert ours == theirs
-
+# ---- what the tests stand on ----
 
 def test_the_families_are_all_there():
     assert set(FAMILIES) == {'qwen2_5', 'qwen3', 'llama3_1', 'plain'} and template_text('plain').strip() == PLAIN
@@ -169,15 +138,6 @@ def test_responses_inside_the_assistants_message_only_grow_it(name, published, q
     if turns and name in ('qwen2_5', 'plain'):  # these show a message as it is: nothing but its end follows
         whole = rendered(chat, turns, question, prompt=False)
         assert whole.startswith(text) and whole[len(text):].strip() == chat.end
-
-
-@pytest.mark.parametrize('name', ['qwen2_5', 'plain'])
-@settings(deadline=None, max_examples=40)
-@given(QUESTIONS, st.lists(st.tuples(LOOSE, FOREIGN), max_size=3))
-def test_whatever_is_said_the_texts_agree_where_nothing_is_rewritten(name, question, said):
-    "A token may span the seam between prefix and action in the whole conversation; ids differ then, texts do not."
-    chat, turns = chat_of(name, PROTOCOLS['tiny']), [turn(a, o) for a, o in said]
-    assert chat.tokenizer.decode(kept_ids(chat, turns, question)) == rendered(chat, turns, question)
 
 
 @each_template
@@ -246,8 +206,7 @@ CHATS = {
 @settings(deadline=None, max_examples=30)
 @given(QUESTIONS, st.lists(st.tuples(CANONICAL | LOOSE, FOREIGN, st.booleans()), min_size=1, max_size=3))
 def test_a_context_is_the_template_of_what_came_before(name, options, question, said):
-    """Turn by turn: the context is either a continuation of the last one, and then its text is the template's, or it
-    is the template's ids."""
+    "A context continues the last one, and its text is the template's; or it is the template's ids."
     chat, ids, turns = chat_of(name, **options), None, []
     ids = chat.prompt_ids(question)
     for action, observation, ended in said:
@@ -264,15 +223,8 @@ def test_a_context_is_the_template_of_what_came_before(name, options, question, 
         assert ids[len(ids) - len(chat.prefix_ids):] == chat.prefix_ids
 
 
-def test_as_sampled_never_edits():
-    for name in FAMILIES:
-        chat = chat_of(name, INSIDE, history='as-sampled')
-        assert chat.next_context('Who?', [turn('<think>\nhm\n</think>\n\n<tool_call> x </tool_call>', 'y')]) is None
-
-
 def test_a_foreign_eos_is_edited_away_by_the_template_only():
-    """A model that ends with another eos than the template's: kept as sampled, or replaced where contexts are the
-    template's."""
+    "Another eos than the template's is kept as sampled, or replaced where contexts are the template's."
     for history in ('as-sampled', 'template'):
         chat = chat_of('qwen2_5', PROTOCOLS['tiny'], history=history)
         foreign = chat.tokenizer.convert_tokens_to_ids('<|endoftext|>')
@@ -299,30 +251,6 @@ def test_a_message_that_is_added_has_the_context_that_a_rollout_gives_it():
 
 
 # ---- through a rollout ----
-
-class Tape:
-    "An engine that plays given (ids, why it stopped), whatever is asked, and notes the contexts and the stop strings."
-    max_length = 10 ** 6
-
-    def __init__(self, *plays):
-        self.plays, self.contexts, self.released, self.waiting, self.stop = list(plays), [], 0, [], None
-
-    def stream(self, sampling):
-        self.stop = sampling.stop
-        return self
-
-    def submit(self, key, ids, seed=0):
-        self.contexts.append(list(ids))
-        self.waiting.append(key)
-
-    def release(self, key): self.released += 1
-
-    def __iter__(self):
-        while self.waiting:
-            (key,), self.waiting = self.waiting, []
-            ids, why = self.plays.pop(0)
-            yield [FinishedTurn(key, ids, [-1.] * len(ids), why)]
-
 
 class Pages:
     "A retriever with one page."
@@ -436,26 +364,6 @@ def test_a_rewriting_template_makes_a_row_of_each_turn(published):
                                                                ] == [x.action_ids for x in t.turns]
 
 
-def test_in_rewritten_contexts_too_a_plain_forward_gives_the_sampled_logps():
-    "A random model under Qwen3 without thinking: rows, their log-probabilities, and independence of the batch."
-    chat = chat_of('qwen3', PROTOCOLS['tiny'], options={'enable_thinking': False})
-    model = small_qwen(len(chat.tokenizer), initializer_range=.1, max_position_embeddings=4096)
-    questions = [Question(n, f'Who is {n}?', ['x']) for n in ('Ada', 'Alan Turing', 'Emmy')]
-
-    def play(questions=questions, **engine):
-        env = Environment(chat, TOOL, max_turns=3, max_tokens=2000)
-        return rollout(HFEngine(model, chat.tokenizer, **engine), env, questions, 3, SamplingParams(max_tokens=15),
-                       seed=2)
-    groups = play()
-    layout = pack(groups, len(chat.prefix_ids))
-    assert len(layout.lengths) == layout.turn_mask.sum() > len(groups) * 3 * 2                 # a row a turn
-    with torch.no_grad(): logp = token_logps(model, layout.ids, layout.trained)
-    assert (logp - layout.logps).abs().max() < 1e-3 and (Learner(model).evaluate(layout).logp -
-                                                         layout.logps).abs().max() < 1e-3
-    ids = lambda gs: [[x.action_ids for x in t.turns] for g in gs for t in g.trajectories]
-    assert ids(groups) == ids(play(max_rows=2)) == ids(play(questions[::-1])[::-1])
-
-
 def test_a_rewritten_context_without_room_ends_the_trajectory():
     "A template that lets a context grow by more than was said, and that no probe can foresee."
     chatty = CHATML.replace("{{ m['content'] }}", "{{ m['content'] | replace(' x ', ' blah' * 99) if m.role == "
@@ -509,8 +417,7 @@ def test_a_system_message_is_folded_where_the_template_cannot():
 
 
 def test_tools_are_told_by_the_template_or_by_us():
-    """Qwen's templates list them with the protocol's call tag; Llama's would ask for another form of call, and ChatML
-    knows none."""
+    "Qwen's templates list them with the protocol's call tag; Llama's and ChatML do not."
     for name, published in EVERY:
         chat = chat_of(name, published=published)
         text = chat.tokenizer.decode(chat.prompt_ids('Who?'))
@@ -555,36 +462,6 @@ def test_the_doors_of_a_chat():
 
 
 # ---- from outside ----
-
-
-@each_template
-@settings(deadline=None, max_examples=20)
-@given(
-    st.lists(
-        WORDS
-        | st.sampled_from(
-            [
-                '<|im_end|>',
-                '<|eot_id|>',
-                '<|endoftext|>',
-                '<|im_start|>',
-                '<|begin_of_text|>',
-                '<|start_header_id|>',
-                '\ud800',
-            ]
-        ),
-        max_size=6,
-    ).map(''.join)
-)
-def test_no_text_from_outside_holds_a_special_token(name, published, text):
-    chat = chat_of(name, PROTOCOLS['tiny'], published)
-    special = {i for i, t in chat.tokenizer.added_tokens_decoder.items() if t.special}
-    count = lambda ids: sum(i in special for i in ids)
-    assert count(chat.observation_ids(text)) == count(chat.observation_ids('x')) and count(
-        chat.prompt_ids(f'{text}?')) == count(chat.prompt_ids('x?'))
-    if not any(t.content in text for t in chat.tokenizer.added_tokens_decoder.values()) and '\ud800' not in text:
-        assert chat.plain(text) == text
-
 
 # what a stranger writes: control strings of many templates, every protocol's tags, marks that do not show
 STRANGE = [
@@ -656,40 +533,6 @@ def test_a_gold_of_a_stranger_is_scored_as_text():
     assert not control_ids(chat.tokenizer) & set(inside) and '</answer>' not in chat.tokenizer.decode(list(inside))
 
 
-class Says:
-    "A tool that says the same to each call."
-    def __init__(self, text): self.text = text
-    def call(self, calls): return [(self.text, Result.OK) for _ in calls]
-
-
-CALLS = {'json': '<{tag}> {{"name": "{name}", "arguments": {{"query": "Budapest"}}}} </{tag}>',
-         'query': '<{tag}> Budapest </{tag}>', 'text': '<{tag}> Budapest </{tag}>',
-         'python': '<{tag}> print(1) </{tag}>', 'code': '```python\nprint(1)\n```\n'}
-
-
-def played(protocol, template, said):
-    "What is read of a rollout whose turns are given and whose tool says something."
-    chat, tag, context = chat_of(template, protocol), protocol.answer_tag, protocol.context_tag
-    answer = f'<{tag}> Budapest </{tag}>' if tag else '\\boxed{Budapest}'
-    call = CALLS[protocol.call_style].format(tag=protocol.call_tag, name=protocol.tool_names[0])
-    keep = [f'<{context}>kept</{context}>'] if context else []
-    plays = [(chat.encode(text), 'stop') for text in (call, *keep, call, *keep, answer)]
-    env = Environment(chat, Says(said), max_turns=9, max_tokens=10 ** 6)
-    class Tapes(Tape):
-        def submit(self, key, ids, *more): Tape.submit(self, key, ids)
-        def rewind(self, key, ids): pass
-    (t,) = rollout(Tapes(*plays), env, [QUESTION])[0].trajectories
-    return [(x.kind, x.call, x.result, x.action_text, x.action_ids) for x in t.turns], t.answer, t.stop
-
-
-@pytest.mark.parametrize('protocol', [name for name, p in PROTOCOLS.items() if p.call_style != 'none'])
-@settings(deadline=None, max_examples=12)
-@given(st.sampled_from(sorted(FAMILIES)), STRANGERS | st.sampled_from(IMITATIONS))
-def test_what_a_tool_says_changes_no_turn_call_or_answer(protocol, template, said):
-    assert played(PROTOCOLS[protocol], template, said) == played(PROTOCOLS[protocol], template, 'a page')
-    assert played(PROTOCOLS[protocol], template, said)[1:] == ('Budapest', Stop.ANSWER)
-
-
 @pytest.mark.parametrize('name', FAMILIES)
 def test_our_own_words_about_a_call_name_its_tags(name):
     "What was wrong with a call is said by us: its tags are whole, in ids and in the template's context, as ever."
@@ -702,7 +545,6 @@ def test_our_own_words_about_a_call_name_its_tags(name):
         assert f'no well-formed <{chat.protocol.call_tag}> or <answer>' in said
         whole = rendered(chat, t.turns[:1], QUESTION.text)
         assert whole == chat.tokenizer.decode([*t.prompt_ids, *t.turns[0].action_ids, *t.turns[0].observation_ids])
-
 
 
 @pytest.mark.parametrize('text', ['a' * 10 ** 6, '<answer>' * 10 ** 5, '\u200b' * 10 ** 6, '<search>\\boxed{' * 10 ** 5,
@@ -739,25 +581,11 @@ def test_any_text_is_a_call_an_answer_or_an_error(name, text):
     assert find_box(text) == extract_answer(text, 'boxed')
 
 
-@pytest.mark.parametrize(
-    'inside',
-    [
-        '[' * 100000,
-        '{"a":' * 100000,
-        '"',
-        'null',
-        '3',
-        '1e999999',
-        '{"name": ["search"], "arguments": {"query": "x"}}',
-        '{"name": "search", "arguments": "x"}',
-        '{"name": "search", "arguments": {"query_list": "x", "query": null}}',
-        '{"name": "search", "arguments": {"query_list": ["x", null]}}',
-    ],
-    ids=range(10),
-)
+@pytest.mark.parametrize('inside', ['[' * 100000, '{"a":' * 100000, '"', '1e999999',
+                                    '{"name": ["search"], "arguments": {"query": "x"}}',
+                                    '{"name": "search", "arguments": {"query_list": ["x", null]}}'], ids=range(6))
 def test_a_broken_call_is_an_error_and_no_crash(inside):
-    action = parse(PROTOCOLS['tips'], f'<tool_call>{inside}</tool_call>')
-    assert action.error or action.call == {'name': 'search', 'queries': ['x']}
+    assert parse(PROTOCOLS['tips'], f'<tool_call>{inside}</tool_call>').error
 
 
 @pytest.mark.parametrize(
@@ -792,8 +620,7 @@ def test_the_call_of_each_paper(name, text, wanted):
 
 
 def test_tags_and_rules_of_each_paper():
-    """Tags, tool names and the example answer stand in the prompt; a tool that a protocol does not have cannot be
-    called."""
+    "Tags, tools and the example answer stand in the prompt; no other tool can be called."
     prompts = {
         name: chat_of('qwen2_5', p).tokenizer.decode(chat_of('qwen2_5', p).prompt_ids('Who?'))
         for name, p in PROTOCOLS.items()

@@ -8,7 +8,7 @@ import pytest
 
 from credit_rl.engine import ScriptedEngine
 from credit_rl.environment import Conversation, make_environment
-from credit_rl.protocol import CARL_PROMPTS, PROTOCOLS, Chat, byte_tokenizer, parse, reaches, without_search
+from credit_rl.protocol import CARL_PROMPTS, PROTOCOLS, Chat, byte_tokenizer, without_search
 from credit_rl.readers import Passage
 from credit_rl.retrieval import BM25
 from credit_rl.rollout import Environment, rollout
@@ -104,27 +104,6 @@ def test_searches_of_programs_with_one_k_are_one_search():
 # ---- fences ----
 
 CODE = PROTOCOLS['carl']
-
-
-@pytest.mark.parametrize('text, code', [
-    ('```python\nprint(1)\n```\n', 'print(1)\n'), ('```Py\nprint(1)\n```', 'print(1)\n'), ('```\nprint(1)\n```\n', 'print(1)\n'),
-    ('I run:\r\n```python\r\nx = 1\r\nprint(x)\r\n```\r\n', 'x = 1\nprint(x)\n'), ('```\nx = search("a")\n```', 'x = search("a")\n'),
-    ('  ```python\n  if 1:\n      print(1)\n  ```\n', 'if 1:\n    print(1)\n'), ('```python\nlook it up\n```\n', 'look it up\n'),
-    ('```json\n{"a": 1}\n```\nThen:\n```python\nprint(2)\n```\n', 'print(2)\n'), (r'Not \boxed{1}:' '\n```python\nprint(1)\n```\n', 'print(1)\n'),
-    ('```python3\nprint(1)\n```\n', 'print(1)\n'), ('```py\nprint(1)\n```  ', 'print(1)\n'),
-    ('1. First\n   ```python\n   for i in x:\n     print(i)\n   ```\n', 'for i in x:\n  print(i)\n'),
-    ('I see.\n```python\nprint("a ``` b")\n```\n', 'print("a ``` b")\n')])
-def test_a_program_is_read_whatever_its_fence(text, code):
-    "A fence is a line that is a fence alone."
-    assert parse(CODE, text).call == {'name': 'python', 'code': code} and reaches(CODE, text)
-    assert CODE.stop == ('```\n', '```\r\n')
-
-
-@pytest.mark.parametrize('text', [
-    '```latex\nx = 6 \\cdot 7\n```\nSo \\boxed{42}.', '```\n6 * 7 = 42\n```\n\\boxed{42}', 'By ```6 * 7```: \\boxed{42}',
-    '```math\n\\boxed{42}\n```\n', '| a | b |\n```text\nprint(1)\n```\n\\boxed{42}', '```\n| year | 42 |\n```\n\\boxed{42}'])
-def test_a_block_that_is_no_program_is_no_call(text):
-    assert parse(CODE, text).answer == '42' and not reaches(CODE, text)
 
 
 def play(says, **rules):

@@ -42,12 +42,6 @@ def test_a_box_without_words_is_no_answer():
     assert parse(CARL, r'\boxed{\text{ }}').error
 
 
-@pytest.mark.parametrize('text', ['```json\n{}\n```\n', '```python\nprint(1)```\n', 'so ```python\nprint(1)\n```\n',
-                                  '```python\n```\n'])
-def test_what_is_no_program_is_an_error(text):
-    assert parse(CARL, text).error
-
-
 def passages(words):
     return [Passage(str(i), f'Page {i}', ' '.join(['needle', *['haystack'] * words])) for i in range(7)]
 

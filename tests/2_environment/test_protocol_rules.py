@@ -134,47 +134,6 @@ def test_a_model_goes_on_after_its_answer_until_it_ends_its_message(base, both):
 
 # ---- several calls, words and answers in one message ----
 
-def call_of(protocol, query):
-    "A call as this protocol writes it."
-    tool = (protocol.tools or [{'function': {'name': 'search'}}])[0]['function']
-    body = query if protocol.call_style != 'json' else json.dumps({'name': tool['name'], 'arguments': {'query': query}})
-    return f'<{protocol.call_tag}>{body}</{protocol.call_tag}>'
-
-
-SEARCHING = [(name, stop) for name, p in PROTOCOLS.items() if p.call_style in ('json', 'query', 'text')
-             for stop in ('tag', 'message') if stop == 'tag' or p.response_role]
-
-
-@pytest.mark.parametrize('name, stop', SEARCHING)
-def test_what_one_message_holds(name, stop):
-    """All calls in order; what stands behind one ends nothing; one that is broken is named; nobody writes a tool's
-    answer but the tool. The end of a call's tag cuts off what follows where it ends the message."""
-    chat = chat_of(name, call_stop=stop)
-    first, second, reads = call_of(chat.protocol, 'one'), call_of(chat.protocol, 'two'), chat.parse
-    every = ['one', 'two'] if stop == 'message' else ['one']
-    thought = f'<{chat.protocol.think_tag}>Not {second} nor {ANSWER}</{chat.protocol.think_tag}>'
-    fake = f'<{chat.protocol.response_tag}>It is Rabat.</{chat.protocol.response_tag}>'
-    assert reads(f'{first}\n{second}').call['queries'] == reads(f'{first} and {second} I wait.').call['queries'] == every
-    for behind in (' I wait.', ANSWER, f'{ANSWER}.', '<answer> open'):
-        assert reads(first + behind).call['queries'] == ['one']
-    broken = reads(f'{first} <{chat.protocol.call_tag}> </{chat.protocol.call_tag}> {second}')
-    assert 'call 2 of 3' in broken.error if stop == 'message' else broken.call['queries'] == ['one']
-    if stop == 'message':
-        assert 'call 2 of 2' in reads(f'{first} <{chat.protocol.call_tag}> tw').error        # cut off in its second call
-        assert parse(chat.protocol, thought + first).call['queries'] == ['one']
-        assert parse(chat.protocol, f'Not {second}</think>{first}').call['queries'] == ['one']
-        assert chat.protocol.response_tag in reads(first + fake + ANSWER).error
-    assert chat.protocol.response_tag in reads(fake + ANSWER).error
-    assert chat.protocol.response_tag in reads(fake + first).error
-    told = f'<{chat.protocol.think_tag}>{fake}?</{chat.protocol.think_tag}>{ANSWER}'            # it only thinks of one
-    assert reads(told).answer == 'Rabat'
-
-
-def test_programs_of_one_message_are_named():
-    message = replace(PROTOCOLS['carl-tiny'], call_style='python')
-    both = parse(message, '<tool_call>print(1)</tool_call><tool_call>print(2)</tool_call>')
-    assert 'one program' in both.error and parse(message, '<tool_call>print(1)</tool_call>').call
-
 
 def test_all_calls_of_a_message_are_one_search():
     "Before, the last one alone ran, and words behind a call ended the rollout."
@@ -237,7 +196,7 @@ def chatter(base):
 def uncapped(chatter): return [response(t) for t in chatter()]
 
 
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=8)
 @given(st.integers(1, 420))
 @pytest.mark.long
 def test_a_response_is_cut_where_its_cap_is_and_is_as_long_as_that(chatter, uncapped, most):
@@ -420,14 +379,13 @@ def test_the_hash_of_a_judges_words_stands_apart(spelling, reward, tmp_path):
     assert judge_hashes(compose('prs').bind({})) == judge_hashes(compose('outcome/group').bind({})) == {}
 
 
-def test_a_run_keeps_its_protocol_and_the_hash_of_its_prompt(root, file, tmp_path):
+def test_a_run_keeps_its_protocol_and_the_hash_of_its_prompt(root, file, tmp_path, finished):
     "Another system message, in words that the tiny model has; words that it lacks are refused."
     given = dict(model=str(root / 'data' / 'tiny_base'), steps=0, questions=9, dev_questions=4, test_questions=4,
                  threads=1)
     prompt = file('film')
-    for name, more, protocol in (('a', {}, PROTOCOLS['tiny']), ('b', {'system_prompt': prompt}, reword(
-            PROTOCOLS['tiny'], system_prompt=prompt))):
-        folder = train({**given, **more, 'run': str(tmp_path / name)}, say=lambda line: None)
+    other = train({**given, 'system_prompt': prompt, 'run': str(tmp_path / 'run')}, say=lambda line: None)
+    for folder, protocol in ((finished(), PROTOCOLS['tiny']), (other, reword(PROTOCOLS['tiny'], system_prompt=prompt))):
         summary = json.loads((folder / 'summary.json').read_text())
         assert (summary['protocol'], summary['prompt_hash']) == ('tiny', prompt_hash(protocol))
         assert 'judge_prompt_hashes' not in summary

@@ -98,8 +98,7 @@ def answer_of(p): return THOUGHT + (f'<{p.answer_tag}>Paris</{p.answer_tag}>' if
 
 
 class Pieces(ScriptedEngine):
-    """Samples every letter as a token of its own, which no encoder of the text would, and keeps what was read and
-    written: list of (ids read, ids written)."""
+    "Samples every letter as a token of its own, and keeps (ids read, ids written)."
     def __init__(self, protocol, tokenizer): super().__init__(None, tokenizer); self.p, self.seen = protocol, []
     def stream(self, sampling): return self
 

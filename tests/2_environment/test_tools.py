@@ -222,59 +222,33 @@ def alive(tool):
     assert tool.run('print(6 * 7)') == '42'
 
 
-@pytest.mark.parametrize('code', HOSTILE, ids=lambda code: repr(code[:40]))
-def test_a_hostile_program_is_an_observation_and_the_next_one_runs(code):
-    said, result = HOSTILE[code]
-    tool = PYTHON if result is Result.TIMEOUT else PATIENT
-    text, got = tool.call([code])[0]
-    assert text.startswith(said) and got is result
-    assert len(text) <= 300 + 300 + 1 and '\n' not in text.split(said)[0]
-    alive(tool)
-
-
-def test_all_of_them_side_by_side_say_what_they_say_alone():
+def test_hostile_programs_are_observations_and_the_next_one_runs():
     for tool, late in ((PYTHON, True), (PATIENT, False)):
         programs = {code: told for code, told in HOSTILE.items() if (told[1] is Result.TIMEOUT) is late}
         together = tool.call([*programs, 'print(6 * 7)'])
-        for (said, result), (text, got) in zip(programs.values(), together):
-            assert text.startswith(said) and got is result
+        for (code, (said, result)), (text, got) in zip(programs.items(), together):
+            assert text.startswith(said) and got is result, code
+            assert len(text) <= 300 + 300 + 1 and '\n' not in text.split(said)[0], code
         assert together[-1] == ('42', Result.OK) and programs
+        alive(tool)
 
 
 @pytest.mark.parametrize(
     'code, text',
     [
-        ('print(347 * 28)', '9716'),
-        ('x = 3', 'No output.'),
         ('6 * 7', 'No output.'),
         ('', 'No output.'),
-        ('# nothing', 'No output.'),
-        ('print("Zürich 東京 😀")', 'Zürich 東京 😀'),
         ('größe = 2\nprint(größe)', '2'),
         ('print(1, end="")', '1'),
         ('print("a\\n\\n")', 'a'),
         ('print("  a ")', '  a '),
-        ('print(search("red fox"))', 'found red fox'),
         ('print(search(query="x"))', 'found x'),
         ('s = search\nprint([s(q) for q in "ab"])', "['found a', 'found b']"),
-        (
-            'import math, re, json\nprint(math.floor(2.5), re.findall("[0-9]+", "a1b22"), json.dumps({"a": 1}))',
-            "2 ['1', '22'] {\"a\": 1}",
-        ),
-        ('def f(n): return n if n < 2 else f(n - 1) + f(n - 2)\nprint(f(10))', '55'),
         ('import sys\nprint("log", file=sys.stderr)\nprint("out")', 'out'),
-        ('try: 1 / 0\nexcept ZeroDivisionError as e: print(e)', 'division by zero'),
-        ('print("a" * 300)', 'a' * 300),
     ],
 )
 def test_programs_that_work(code, text):
     assert PATIENT.call([code]) == [(text, Result.OK)]
-
-
-@given(st.integers(-10**9, 10**9), st.integers(1, 10**6), st.sampled_from(['+', '-', '*', '//', '%']))
-@settings(deadline=None, max_examples=30)
-def test_arithmetic_is_pythons(a, b, sign):
-    assert PATIENT.run(f'print({a} {sign} {b})') == str(eval(f'{a} {sign} {b}'))
 
 
 @given(st.text(max_size=200))
@@ -282,12 +256,6 @@ def test_arithmetic_is_pythons(a, b, sign):
 def test_any_text_is_an_observation(code):
     text, result = PATIENT.call([code])[0]
     assert (result is Result.OK) != text.startswith('Error: ') and isinstance(result, Result)
-
-
-def test_one_character_too_many():
-    text, result = PATIENT.call(['print("a" * 301)'])[0]
-    assert text.split('\n')[1] == 'a' * 300 and result is Result.ERROR
-    assert PATIENT.call(['print("a" * 301, end="")'])[0] == (text, result)
 
 
 def test_a_program_leaves_nothing_to_the_next():

@@ -140,18 +140,6 @@ def test_logps_are_those_of_the_tempered_distribution(base, play, temperature):
     same_logps(Learner(base[0], temperature=temperature).evaluate(layout).logp, layout.logps)
 
 
-def test_greedy_takes_the_most_probable_token(base, play):
-    groups = play(group_size=2, sampling=dataclasses.replace(SAMPLING, greedy=True))
-    for t in trajectories(groups):
-        ids, own = spread(t)
-        with torch.no_grad():
-            logits = base[0](ids[None]).logits[0, own - 1]
-        chosen = logits.gather(-1, ids[own][:, None])[:, 0]
-        assert (logits.max(-1).values - chosen).max() < 1e-4           # the best, or one that equals it up to rounding
-        same_logps(plain(base[0], t), recorded(t))
-    assert all(said(a) == said(b) for a, b in (g.trajectories for g in groups))
-
-
 def test_draws_follow_the_distribution():
     logits = torch.randn(1, 7, generator=torch.Generator().manual_seed(0)) * 2
     n = 20000
@@ -210,62 +198,11 @@ def test_padding_order_and_company_change_no_logp(base, groups, attention):
         same_logps(row, whole[i, :len(row)])
 
 
-def test_padding_on_the_left_gives_the_same(base, groups):
-    "Ours pads on the right and needs no mask; a forward that pads on the left, with mask and positions, agrees."
-    model, _ = base
-    model.set_attn_implementation('sdpa')
-    layout = pack(groups)
-    width, shift = layout.ids.shape[1], layout.ids.shape[1] - layout.lengths
-    source = torch.arange(width) - shift[:, None]                       # < 0: padding
-    ids = layout.ids.gather(1, source.clamp(min=0))
-    with torch.no_grad():
-        logits = model(ids, attention_mask=(source >= 0).long(), position_ids=source.clamp(min=0)).logits
-        right = token_logps(model, layout.ids, layout.trained)
-    left = logits.log_softmax(-1)[:, :-1].gather(-1, ids[:, 1:, None])[..., 0]
-    for i, (n, s) in enumerate(zip(layout.lengths.tolist(), shift.tolist())):
-        own = layout.trained[i, 1:n]
-        same_logps(left[i, s:][own], right[i, 1:n][own])
-
-
 # ---- observations are read, and are no targets ----
-
-class Fed(torch.nn.Module):
-    "A model that reads given ids whatever it is told to read, so that targets can be altered apart from inputs."
-
-    def __init__(self, model, ids):
-        super().__init__()
-        self.model, self.ids = model, ids
-
-    def base_model(self, input_ids, use_cache):
-        return self.model.base_model(input_ids=self.ids, use_cache=use_cache)
-
-    def get_output_embeddings(self):
-        return self.model.get_output_embeddings()
-
-
-def gradients(model, layout, targets):
-    "Every parameter's gradient of the weighted loss for some target ids; the inputs are the layout's own."
-    model.zero_grad()
-    loss = -(token_logps(Fed(model, layout.ids), targets, layout.trained) *
-             loss_weights(layout.token_turns, layout.row_trajectory)).sum()
-    loss.backward()
-    return [p.grad.clone() for p in model.parameters()]
-
-
-def test_perturbed_observation_targets_change_no_gradient(base, groups):
-    model, layout = base[0], pack(groups[:3])
-    observed = ~layout.trained & (torch.arange(layout.ids.shape[1]) >= len(groups[0].trajectories[0].prompt_ids))
-    assert observed.any()
-    true = gradients(model, layout, layout.ids)
-    for mask, moves in ((observed, False), (~layout.trained, False), (layout.trained, True)):
-        perturbed = gradients(model, layout, torch.where(mask, (layout.ids + 1) % len(base[1]), layout.ids))
-        assert any(not torch.equal(a, b) for a, b in zip(true, perturbed)) is moves
-
 
 @pytest.mark.parametrize('kind', ['ppo', 'gspo'])
 def test_no_gradient_starts_at_an_observation(base, groups, kind):
-    """A whole update with clipping, KL and entropy: the last hidden states that predict observations, prompt or
-    padding get a gradient of exactly 0."""
+    "With clipping, KL and entropy: hidden states that predict no action get a gradient of exactly 0."
     learner = Learner(copy.deepcopy(base[0]), Loss(kind, kl=.1, entropy=.1), Optimiser(minibatches=1),
                       frozen=FrozenModels(base[0]))
     base[0].requires_grad_(True)                                       # the reference froze it
@@ -346,8 +283,7 @@ def test_each_id_is_prompt_action_or_observation(groups):
 @settings(deadline=None, max_examples=60)
 @given(random_groups())
 def test_states_end_where_the_next_turn_has_not_begun(groups):
-    """State k is everything up to turn k's context: its last id is the one before turn k's first action, in the row
-    where turn k acted."""
+    "State k ends with the id before turn k's first action, in the row where turn k acted."
     layout, flat = pack(groups), trajectories(groups)
     for i, t in enumerate(flat):
         for k in range(len(t.turns) + 1):
@@ -384,29 +320,6 @@ def test_taking_some_keeps_everything_about_them(groups, rng):
 
 
 # ---- weights ----
-
-@settings(deadline=None, max_examples=60)
-@given(random_groups(), st.randoms(use_true_random=False))
-def test_weights_sum_to_what_the_average_says(groups, rng):
-    layout = pack(groups)
-    n, tokens, turns = len(layout.groups), layout.trained.sum().item(), layout.turn_mask.sum().item()
-    omega = torch.tensor([rng.choice([0., .5, 1., 2.]) for _ in range(n)])
-    own = torch.tensor([layout.trained[layout.row_trajectory == i].sum() for i in range(n)])
-    expected = {'token-mean': 1, 'token-sum': tokens, 'group-mean-token-sum': tokens / n, 'sequence-mean-token-mean': 1,
-                'sequence-mean-token-sum': tokens / n, 'segment-mean': turns / n}
-    weighted = {
-        'token-mean': (omega * own).sum() / tokens, 'token-sum': (omega * own).sum(), 'group-mean-token-sum':
-        (omega * own).sum() / n, 'sequence-mean-token-mean': omega.mean(), 'sequence-mean-token-sum':
-        (omega * own).sum() / n, 'segment-mean': (omega * layout.turn_mask.sum(1)).sum() / n
-    }
-    assert set(expected) == set(AVERAGES)
-    for average in AVERAGES:
-        w = loss_weights(layout.token_turns, layout.row_trajectory, average)
-        assert (w[~layout.trained] == 0).all() and (w[layout.trained] > 0).all()
-        assert w.sum().item() == pytest.approx(expected[average], rel=1e-5)
-        w = loss_weights(layout.token_turns, layout.row_trajectory, average, omega)
-        assert w.sum().item() == pytest.approx(float(weighted[average]), rel=1e-5, abs=1e-6)
-
 
 @settings(deadline=None, max_examples=60)
 @given(random_groups(), st.integers(1, 40), st.integers(1, 3), st.sampled_from(AVERAGES))
@@ -476,8 +389,7 @@ def test_sampled_ids_are_kept_where_encoding_their_text_would_give_others():
 
 
 def test_the_prompts_example_is_no_answer():
-    """The published prompt shows an answer, Beijing. A model that says nothing has not given it, even where it would
-    be right."""
+    "The published prompt shows an answer, Beijing: who says nothing has not given it."
     chat = Chat(PROTOCOLS['tspo'], byte_tokenizer())
     assert '<answer> Beijing </answer>' in chat.tokenizer.decode(chat.prompt_ids('?'))
     env = Environment(chat, SearchTool(Nothing(), k=1, max_tokens=9), max_turns=2, max_tokens=8000)

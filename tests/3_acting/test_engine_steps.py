@@ -168,8 +168,7 @@ def test_fixed_shapes_change_no_number(attention):
 
 @pytest.mark.parametrize('kind', [*KINDS])
 def test_captured_steps_change_no_number(recorded, kind):
-    """Several turns, rows that come and go, a cache that grows: replays are of what stands in the tensors now. Most
-    steps are replays."""
+    "Rows come and go, a cache grows: replays are of what stands in the tensors now, and most steps are replays."
     fixed, plain = (talk(engine) for engine in engines(made(kind)))
     assert_same_talks(fixed[0], plain[0])
     assert fixed[1].captures == len(recorded) > 3 and fixed[1].forwards > 4 * len(recorded)

@@ -22,8 +22,7 @@ FILES = ('turns.jsonl.gz', 'scores.json', 'manifest.json')
 
 
 class OneByOne(ScriptedEngine):
-    """Answers each question with its number, one conversation after the other; `ends(n)` is called before the n-th
-    answer, and may raise."""
+    "Answers each question with its number; `ends(n)` is called before the n-th answer, and may raise."
     def __init__(self, ends=lambda n: None):
         super().__init__(None, byte_tokenizer(), 4096)
         self.ends, self.asked = ends, []

@@ -57,22 +57,6 @@ def test_a_turn_keeps_fields_in_their_order_and_files_keep_them(tmp_path):
     assert observation_of(first).returned() == first.returned
 
 
-def test_a_field_ends_where_the_model_saw_it_end():
-    "Cut behind n ids: what is returned is what stands in the text that was shown."
-    tool = SearchTool(Index(PAGES), 2, None)
-    whole = play(tool, call('a'))[0].trajectories[0]
-    least = len(whole.prompt_ids) + len(whole.turns[0].action_ids)
-    seen = set()
-    for room in range(10, len(whole.turns[0].observation_ids) + 2, 3):
-        groups = play(tool, call('a'), max_tokens=least + room)
-        turn = groups[0].trajectories[0].turns[0]
-        fields = [turn.observation_text[a:b] for a, b in observation_of(turn).spans]
-        assert list(turn.returned) == fields and ''.join(BOTH).startswith(''.join(fields))
-        assert (first_turns(groups).tolist() == [0]) == ('Paris.' in turn.observation_text)
-        seen.add(len(fields))
-    assert seen >= {0, 1, 2, 4}
-
-
 def test_a_tool_of_ones_own_that_returns_plain_text_is_read():
     class Own:
         def call(self, calls): return [('Doc 1 (Title: "Paris") A city.', Result.OK) for _ in calls]

@@ -4,10 +4,10 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from credit_rl.critics import segment_starts
-from credit_rl.engine import FinishedTurn, HFEngine, SamplingParams, ScriptedEngine
+from credit_rl.engine import HFEngine, SamplingParams, ScriptedEngine
 from credit_rl.layout import pack
 from credit_rl.learner import Learner
-from credit_rl.protocol import CARL_PROMPTS, PROTOCOLS, Chat, byte_tokenizer, parse, read_context, reaches
+from credit_rl.protocol import PROTOCOLS, Chat, byte_tokenizer, parse, read_context, reaches
 from credit_rl.readers import Passage
 from credit_rl.retrieval import BM25
 from credit_rl.rollout import Environment, rollout
@@ -16,6 +16,7 @@ from credit_rl.tools import PythonTool, SearchTool
 from credit_rl.trajectory import Group, Question, Result, Stop
 from credit_rl.world import WORDS as NAMES
 from random_models import small_qwen
+from tape import Tape
 
 PAGES = [
     Passage('0', 'Casablanca', 'Casablanca is a film directed by Michael Curtiz.'),
@@ -116,125 +117,39 @@ def test_so_it_is_in_the_tiny_worlds_words(says):
     check(recite(says, TINY), TINY)
 
 
-FAULTS = {  # first segments: kind and result of each, what then stands for the output, how it ends
-    'an open fence': (
-        ['```python\nprint(1)', NOTE, BOX],
-        'invoke malformed, assimilate none, commit none',
-        '<context>born in Budapest</context>',
-        'answer',
-    ),
-    'an open fence at the end of a message': (
-        ['```python\nprint(1)<|im_end|>', NOTE, BOX],
-        'invoke malformed, assimilate none, commit none',
-        'Budapest</context>',
-        'answer',
-    ),
-    'an empty block': (
-        ['```python\n```\n', NOTE, BOX],
-        'invoke malformed, assimilate none, commit none',
-        'Budapest</context>',
-        'answer',
-    ),
-    'no Python': (
-        ['```python\nlook it up\n```\n', NOTE, BOX],
-        'invoke malformed, assimilate none, commit none',
-        'Budapest</context>',
-        'answer',
-    ),
-    'a program that raises': (
-        ['```python\n1 / 0\n```\n', NOTE, BOX],
-        'invoke error, assimilate none, commit none',
-        'Budapest</context>',
-        'answer',
-    ),
-    'a missing closing tag': (
-        [CALL, '<context>born in', BOX],
-        'invoke ok, assimilate malformed, commit none',
-        '<context>born in</context>',
-        'answer',
-    ),
-    'a missing opening tag': (
-        [CALL, 'born in</context>', BOX],
-        'invoke ok, assimilate malformed, commit none',
-        '<context></context>',
-        'answer',
-    ),
-    'no tag': (
-        [CALL, 'He was born in Budapest.<|im_end|>', BOX],
-        'invoke ok, assimilate malformed, commit none',
-        '<context></context>',
-        'answer',
-    ),
-    'an answer where a context should be': (
-        [CALL, BOX, BOX],
-        'invoke ok, assimilate malformed, commit none',
-        '<context></context>',
-        'answer',
-    ),
-    'a call where a context should be': (
-        [CALL, CALL, BOX],
-        'invoke ok, assimilate malformed, commit none',
-        '<context></context>',
-        'answer',
-    ),
-    'an empty context': (
-        [CALL, '<context></context>', BOX],
-        'invoke ok, assimilate none, commit none',
-        '<context></context>',
-        'answer',
-    ),
-    'a context in a context': (
-        [CALL, '<context>a <context>b</context>', BOX],
-        'invoke ok, assimilate none, commit none',
-        '<context>b</context>',
-        'answer',
-    ),
-    'an end of message after a call': (
-        [CALL + '<|im_end|>', NOTE, BOX],
-        'invoke ok, assimilate none, commit none',
-        'Budapest</context>',
-        'answer',
-    ),
-    'neither call nor answer': (['I do not know.<|im_end|>'], 'commit malformed', None, 'no_answer'),
-    'an empty box': ([r'\boxed{}<|im_end|>'], 'commit malformed', None, 'no_answer'),
-    'no answer after a call': (
-        [CALL, NOTE, 'hm<|im_end|>'],
-        'invoke ok, assimilate none, commit malformed',
-        'Budapest</context>',
-        'no_answer',
-    ),
+KEPT, EMPTY = 'Budapest</context>', '<context></context>'
+FAULTS = {  # first segments: the result of each, what then stands for the output
+    'an open fence': (['```python\nprint(1)', NOTE, BOX], 'malformed none none', '<context>born in Budapest</context>'),
+    'an open fence that ends a message': (['```python\nprint(1)<|im_end|>', NOTE, BOX], 'malformed none none', KEPT),
+    'an empty block': (['```python\n```\n', NOTE, BOX], 'malformed none none', KEPT),
+    'no Python': (['```python\nlook it up\n```\n', NOTE, BOX], 'malformed none none', KEPT),
+    'a program that raises': (['```python\n1 / 0\n```\n', NOTE, BOX], 'error none none', KEPT),
+    'a missing closing tag': ([CALL, '<context>born in', BOX], 'ok malformed none', '<context>born in</context>'),
+    'a missing opening tag': ([CALL, 'born in</context>', BOX], 'ok malformed none', EMPTY),
+    'no tag': ([CALL, 'He was born in Budapest.<|im_end|>', BOX], 'ok malformed none', EMPTY),
+    'an answer where a context should be': ([CALL, BOX, BOX], 'ok malformed none', EMPTY),
+    'a call where a context should be': ([CALL, CALL, BOX], 'ok malformed none', EMPTY),
+    'an empty context': ([CALL, '<context></context>', BOX], 'ok none none', EMPTY),
+    'a context in a context': ([CALL, '<context>a <context>b</context>', BOX], 'ok none none', '<context>b</context>'),
+    'an end of message after a call': ([CALL + '<|im_end|>', NOTE, BOX], 'ok none none', KEPT),
+    'neither call nor answer': (['I do not know.<|im_end|>'], 'malformed', None),
+    'an empty box': ([r'\boxed{}<|im_end|>'], 'malformed', None),
+    'no answer after a call': ([CALL, NOTE, 'hm<|im_end|>'], 'ok none malformed', KEPT),
 }
 
 
 @pytest.mark.parametrize('name', FAULTS)
 def test_every_fault_is_defined_and_recorded(name):
-    says, wanted, stands, stop = FAULTS[name]
+    says, results, stands = FAULTS[name]
     t = check(recite(says))
-    assert ', '.join(f'{x.kind} {x.result.value}' for x in t.turns) == wanted and t.stop.value == stop
+    assert ' '.join(x.result.value for x in t.turns) == results
+    assert kinds(t) == (['invoke', 'assimilate', 'commit'] if stands else ['commit'])
+    assert t.stop is (Stop.ANSWER if results.endswith('none') else Stop.NO_ANSWER)
     if stands: assert TOKENIZER.decode(t.turns[2].context_ids).rstrip().endswith(stands)
-    if wanted.startswith('invoke malformed') or 'error' in wanted:
+    if stands and results.split()[0] != 'ok':
         assert t.turns[0].observation_text.startswith('Error: ')
     # a message that goes on has no end in it
     assert CARL.end_id not in (t.turns[-1].context_ids or ())[len(t.prompt_ids):]
-
-
-class Tape:
-    "An engine that plays (ids, why it stopped) and notes how each segment was asked for."
-    max_length = 10**6
-    def __init__(self, *plays): self.plays, self.asked, self.waiting = list(plays), [], []
-    def stream(self, sampling): return self
-    def rewind(self, key, ids): return 0
-    def release(self, key): pass
-
-    def submit(self, key, ids, seed, max_tokens=None, stop=None):
-        self.asked.append((max_tokens, stop))
-        self.waiting.append(key)
-
-    def __iter__(self):
-        while self.waiting:
-            key = self.waiting.pop(0)
-            ids, why = self.plays.pop(0)
-            yield [FinishedTurn(key, ids, [-1.] * len(ids), why)]
 
 
 def test_each_segment_has_its_own_cap_and_stop_strings():
@@ -361,17 +276,7 @@ def test_a_conversation_under_way_cannot_be_rewound(model):
 
 # ---- prompts and doors ----
 
-def test_the_four_prompts():
-    assert {n for n in PROTOCOLS if n.startswith('carl')} == {
-        'carl', 'carl-direct', 'carl-forced', 'carl-multi-hop', 'carl-tiny', 'carl-tiny-direct', 'carl-tiny-forced'
-    }
-    for mode, system in CARL_PROMPTS.items():
-        p = PROTOCOLS['carl' if mode == 'optional' else f'carl-{mode}']
-        text = TOKENIZER.decode(Chat(p, TOKENIZER).prompt_ids('Who?'))
-        assert system in text and parse(p, text).answer is None and r'\boxed{}' in system
-    forced, optional, more = (CARL_PROMPTS[m] for m in ('forced', 'optional', 'multi-hop'))
-    assert optional.split(' use ', 1)[1] == forced.split(
-        ' use ', 1)[1] and optional.startswith('You may') and forced.startswith('You must') and more.startswith(forced)
+def test_the_tiny_worlds_prompts_have_no_unknown_word():
     for n in ('carl-tiny', 'carl-tiny-direct', 'carl-tiny-forced'):
         chat = Chat(PROTOCOLS[n], tiny_tokenizer())
         assert chat.tokenizer.unk_token_id not in chat.prompt_ids(f'film {NAMES[0]} {NAMES[1]} its star ?')

@@ -56,8 +56,7 @@ def exact():
 
 @torch.no_grad()
 def plain(model, rows, states, answers):
-    """The definition, written out: a forward of the whole text of one state and one gold at a time. NaN where one does
-    not exist."""
+    "The definition: a forward of the whole text of one state and one gold at a time; NaN where one does not exist."
     out = torch.full((*states.shape[:2], max(map(len, answers), default=0)), math.nan, dtype=torch.float64)
     for n, golds in enumerate(answers):
         for s, (row, position) in enumerate(states[n].tolist()):
@@ -85,8 +84,7 @@ def template(ids):
 
 @st.composite
 def works(draw):
-    """Rows of different lengths, trajectories with states in one or two of them (some missing), and golds (some
-    trajectories have none)."""
+    "Rows of different lengths, trajectories with states in one or two of them (some missing), and golds or none."
     ids = lambda low, high: draw(st.lists(st.integers(0, VOCABULARY - 1), min_size=low, max_size=high))
     texts = [ids(1, 20) for _ in range(draw(st.integers(1, 4)))]
     width = max(map(len, texts)) + draw(st.integers(0, 3))
@@ -100,8 +98,7 @@ def works(draw):
 
 
 def fixed(seed=1):
-    """A piece of work that is always the same: three trajectories, one of them in two rows, with a hole, a gold
-    without header, one of one token."""
+    "Always the same: three trajectories, one in two rows, with a hole, a gold without header, one of one token."
     g = torch.Generator().manual_seed(seed)
     draw = lambda *shape: torch.randint(VOCABULARY, shape, generator=g)
     rows = draw(4, 30), torch.tensor([30, 17, 9, 12])
@@ -283,46 +280,10 @@ def test_bfloat16_is_measured_in_float32():
     assert_close(values, kept[0].float().log_softmax(-1).gather(-1, batch.target[:, None])[:, 0])
 
 
-def test_a_known_bigram_model():
-    """A Qwen2 without attention and feed-forward whose hidden state is the last id: its log-probabilities stand in a
-    table."""
-    model = make(hidden_size=VOCABULARY, tie_word_embeddings=False, head_dim=16, rms_norm_eps=0.)
-    table = torch.randn(VOCABULARY, VOCABULARY).log_softmax(-1)
-    with torch.no_grad():
-        for layer in model.model.layers:
-            layer.self_attn.o_proj.weight.zero_()
-            layer.mlp.down_proj.weight.zero_()
-        model.model.embed_tokens.weight.copy_(torch.eye(VOCABULARY))
-        model.lm_head.weight.copy_(table.T / VOCABULARY ** .5)        # the norm makes a unit vector √V long
-    rows, states = (torch.tensor([[3, 5, 7, 9]]), torch.tensor([4])), torch.tensor([[[0, 1], [0, 3]]])
-    answers = [[AnswerTemplate([11, 13, 15], 1, 3), AnswerTemplate([17, 19], 0, 2)]]
-    headed, bare = table[11, 13] + table[13, 15], table[17, 19]
-    expected = torch.tensor([[[headed, table[5, 17] + bare], [headed, table[9, 17] + bare]]])
-    for method in ('packed', 'cache'):
-        scores = answer_logps(model, rows, states, answers, method)
-        same(scores, expected)
-        same(scores.mean, expected / 2)
-
-
 # ---- who influences whom ----
 
 def scored(model, rows, states, answers, **options):
     return answer_logps(model, rows, states, answers, 'packed', **options).sums
-
-
-def test_batches_and_order_change_nothing(exact):
-    rows, states, answers = fixed()
-    sums = scored(exact, rows, states, answers)
-    for budget in (1, 60, 90, 200):
-        same(scored(exact, rows, states, answers, budget=budget), sums, 1e-9)
-    order = [2, 0, 1]
-    same(scored(exact, rows, states[order], [answers[i] for i in order]), sums[order], 1e-9)
-    shuffle = torch.tensor([3, 1, 0, 2])                              # rows may stand anywhere
-    moved = torch.where(states[..., :1] >= 0,
-                        torch.cat([shuffle.argsort()[states[..., :1].clamp(min=0)], states[..., 1:]], -1), -1)
-    same(scored(exact, (rows[0][shuffle], rows[1][shuffle]), moved, answers), sums, 1e-9)
-    same(scored(exact, rows, states, [golds[::-1] for golds in answers])[2, :, :], sums[2].flip(-1), 1e-9)
-    same(scored(exact, rows, states[:, [1]], answers), sums[:, [1]], 1e-9)
 
 
 def test_batches_stay_in_the_budget_and_hold_everything():
@@ -337,28 +298,9 @@ def test_batches_stay_in_the_budget_and_hold_everything():
     assert wide.ids.shape == (1, 128)
 
 
-@pytest.mark.parametrize('tree', [False, True])
-def test_branches_of_many_golds_stay_in_the_budget(exact, tree):
-    "Two hundred accepted answers: a row's golds are split over forwards, and the scores are those of one forward."
-    rows, states, answers = fixed()
-    words = int(rows[0].max())
-    many = [AnswerTemplate((1 + m % words, 1 + m // words % words, 1 + m // words ** 2), 1, 3) for m in range(200)]
-    golds, trained = [many, *answers[1:]], torch.arange(rows[0].shape[1])[None] == rows[1][:, None] - 1
-    batches, counts = answer_batches(rows, states, golds, 128, trained=trained, tree=tree)
-    sizes = [b.tree.ids.numel() if tree else b.ids.numel() for b in batches]
-    assert max(sizes) <= 128 and len(batches) > 8 and sum(int(b.trained.sum()) for b in batches) == trained.sum()
-    logps = [batch_logps(exact, b) for b in batches]
-    logp, scores = gather_scores(batches, logps, counts, trained)
-    whole, at_once = answer_batches(rows, states, golds, 10 ** 6, trained=trained, tree=tree)
-    wanted_logp, wanted = gather_scores(whole, [batch_logps(exact, b) for b in whole], at_once, trained)
-    same(scores.sums, wanted.sums, 1e-9)
-    same(logp, wanted_logp, 1e-9)
-
-
 @pytest.mark.parametrize('method', ['packed', 'tree', 'cache'])
 def test_every_way_of_scoring_keeps_branches_in_the_budget(method):
-    """The forwards of `answer_logps` and `joint_logps` themselves, two hundred golds of one row: no forward reads more
-    than the budget, by a cache with what the cache holds."""
+    "Two hundred golds of one row: no forward reads more than the budget, by a cache with what it holds."
     rows, states, answers = fixed()
     many = [AnswerTemplate((1 + m % 40, 1 + m // 40, 2), 1, 3) for m in range(200)]
     golds, trained = [many, *answers[1:]], torch.arange(rows[0].shape[1])[None] == rows[1][:, None] - 1
@@ -390,57 +332,6 @@ def test_the_head_of_a_cache_is_read_in_pieces(monkeypatch):
     found = answer_logps(model, rows, states, golds, method='cache', budget=400)
     assert max(made) <= 30 * VOCABULARY and len(made) > 20
     same(found, wanted.sums, 1e-9)
-
-
-def test_padding_is_not_attended_to(exact):
-    rows, states, answers = fixed()
-    sums = scored(exact, rows, states, answers)
-    inside = torch.arange(30) < rows[1][:, None]
-    same(scored(exact, (torch.where(inside, rows[0], 7), rows[1]), states, answers), sums, 1e-12)
-    same(scored(exact, (torch.nn.functional.pad(rows[0], (0, 9), value=3), rows[1]), states, answers), sums, 1e-12)
-    batches, counts = answer_batches(rows, states, answers)
-    asked = lambda edit: gather_scores(batches, [batch_logps(exact, edit(b)) for b in batches], counts).sums
-    noise = lambda b: dataclasses.replace(b, ids=torch.where(b.segment < 0, 9, b.ids))
-    attended = lambda b: dataclasses.replace(noise(b), segment=b.segment.clamp(min=0), reach=torch.where(
-        b.segment > 0, b.ids.shape[1], -1))
-    assert any((b.segment < 0).any() for b in batches)
-    same(asked(noise), sums, 1e-12)
-    assert (asked(attended) - sums).abs().nan_to_num(0).max() > .1    # the trap
-
-
-def test_branches_do_not_see_each_other(exact):
-    rows, states, answers = fixed()
-    sums = scored(exact, rows, states, answers)
-    for n, m in ((0, 0), (0, 1), (2, 1)):
-        others = [list(golds) for golds in answers]
-        others[n][m] = AnswerTemplate([(i + 1) % VOCABULARY for i in answers[n][m].ids], answers[n][m].start,
-                                      answers[n][m].end)
-        moved = (scored(exact, rows, states, others) - sums).abs()
-        assert moved[n, :, m].nan_to_num(9).min() > 1e-3              # it changed itself
-        moved[n, :, m] = 0
-        assert moved.nan_to_num(0).max() < 1e-12
-
-
-@pytest.mark.parametrize('spot', [0, 3, 4, 12, 13, 29])
-def test_a_state_sees_what_came_before_it_and_nothing_later(exact, spot):
-    "Whoever wrote it: prompt, action and observation are all read."
-    rows, states, answers = fixed()
-    changed = rows[0].clone()
-    changed[0, spot] = (changed[0, spot] + 1) % VOCABULARY
-    moved = (scored(exact, (changed, rows[1]), states, answers) - scored(exact, rows, states, answers)).abs()
-    for s, (_, position) in enumerate(states[0].tolist()):
-        assert moved[0, s, :2].min() > 1e-6 if spot <= position else moved[0, s, :2].max() < 1e-12
-    assert moved[1:].nan_to_num(0).max() < 1e-12
-
-
-def test_every_gold_is_scored(qwen):
-    "Trap: only the first gold."
-    rows, states, answers = fixed()
-    sums = scored(qwen, rows, states, answers)
-    for n, golds in enumerate(answers):
-        for m, gold in enumerate(golds):
-            same(scored(qwen, rows, states[[n]], [[gold]])[0, :, 0], sums[n, :, m])
-        assert sums[n, :, len(golds):].isnan().all()
 
 
 def test_measuring_leaves_no_trace(qwen):
@@ -557,13 +448,6 @@ def bpe():
                                    additional_special_tokens=['<|im_start|>'])
 
 
-def test_trap_the_header_encoded_alone_has_another_length(bpe):
-    found = answer_ids(bpe, '<answer>', 'Rome', '</answer>')
-    alone = len(bpe('<answer>', add_special_tokens=False).input_ids)
-    assert found.start != alone
-    assert 'Rome' not in bpe.decode(found.ids[alone:]) and 'Rome' in bpe.decode(found.ids[found.start:found.end])
-
-
 @settings(deadline=None, max_examples=150)
 @given(
     st.text('<answer>Rome. é"San\n', max_size=8),
@@ -666,20 +550,6 @@ def test_a_teacher_reads_the_answer_form_that_the_prompt_teaches(name):
     assert tokenizer.decode(mine.ids) == f'{answer_header(chat)}Answer: Budapest.'
 
 
-def test_edited_contexts_are_scored_in_the_row_that_the_state_is_in(exact):
-    first = example_group().trajectories[0]
-    edited = dataclasses.replace(
-        first, turns=[
-            first.turns[0],
-            dataclasses.replace(first.turns[1], context_ids=first.prompt_ids[:6]), *first.turns[2:]
-        ])
-    layout = pack([Group(first.question, [edited, dataclasses.replace(first, turns=first.turns[:2])])])
-    rows, states = (layout.ids % VOCABULARY, layout.lengths), acting_states(layout.states, layout.turn_mask)
-    answers = [fixed()[2][0], fixed()[2][2]]
-    same(scored(exact, rows, states, answers), plain(exact, rows, states, answers), 1e-9)
-    assert states[0, :4, 0].tolist() == [0, 0, 1, 1] and states[1, :, 0].tolist() == [2, 2, -1, -1, -1]
-
-
 def test_templates_are_refused_by_name():
     chat, group = Chat(PROTOCOLS['tspo'], byte_tokenizer()), example_group()
     for unknown in ('carl', ['<{tag}>'], ('a', 1), None):
@@ -707,8 +577,7 @@ def written(chat, schema='own', **question):
 
 
 def test_the_papers_protocols_have_the_papers_words():
-    """IGPO section 3.2 and TIPS section 3.2, typed from the papers; to every other protocol of a paper the answer form
-    of its prompt."""
+    "IGPO and TIPS section 3.2, typed from the papers; elsewhere the answer form of the prompt."
     igpo, tips = (Chat(PROTOCOLS[name], byte_tokenizer()) for name in ('igpo', 'tips'))
     sentence = "<think>Now there's enough information to answer</think><answer>Budapest</answer>"
     assert written(igpo) == written(igpo, 'igpo') == sentence == written(tips, 'igpo')

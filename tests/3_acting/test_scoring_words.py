@@ -112,20 +112,15 @@ def test_who_is_told_and_who_reads_ids(tmp_path):
 
 
 def test_a_run_is_taught_by_a_model_of_another_family(tmp_path):
-    "Two steps: potentials are there at every state, and the same where they are played again."
+    "Two steps: potentials are there at every state."
     teacher = tmp_path / 'teacher'
     shutil.copytree(ROOT / 'data' / 'tiny_carl', teacher)
     settings = dict(model=str(ROOT / 'data' / 'tiny_base'), method='tips', teacher=str(teacher), steps=2, eval_every=2,
                     questions_per_step=2, group_size=2, questions=20, dev_questions=2, test_questions=2, max_turns=3,
                     turn_tokens=12, world={'size': 200}, threads=1, track='', options={'alpha': .1})
     check(make_config(settings))
-    logs = []
-    for name in 'ab':
-        run = train({**settings, 'run': str(tmp_path / name)}, say=lambda line: None)
-        logs.append(read_metrics(run)[1:])
-    a, b = (table.mean_abs_shaping.tolist() for table in logs)
-    assert min(a) > 0 and a == b
-    assert (logs[0].seconds_teacher > 0).all()
+    log = read_metrics(train({**settings, 'run': str(tmp_path / 'run')}, say=lambda line: None))[1:]
+    assert (log.mean_abs_shaping > 0).all() and (log.seconds_teacher > 0).all()
 
 
 # ---- who ends a message that calls ----

@@ -33,9 +33,7 @@ SHORT = dict(model=str(ROOT / 'data' / 'tiny_base'), steps=4, eval_every=2, ques
              questions=50, dev_questions=4, test_questions=4, max_turns=3, turn_tokens=12, kl=.01, learning_rate=1e-2,
              world={'size': 200}, threads=1, track='')
 DROPPING = {**SHORT, 'lora': {'r': 4, 'lora_dropout': .2}}
-LEARNERS = {
-    'plain': {}, **({'deepspeed': dict(learner='deepspeed', stage=2)} if importlib.util.find_spec('deepspeed') else {})
-}
+LEARNER = dict(learner='deepspeed', stage=2) if importlib.util.find_spec('deepspeed') else {}
 needs_peft = pytest.mark.skipif(not importlib.util.find_spec('peft'), reason='peft is not installed: pip install '
                                                                              'credit_rl[train]')
 
@@ -87,10 +85,9 @@ def test_each_epoch_deals_all_trajectories_out_anew(monkeypatch):
 
 @pytest.mark.long
 @needs_peft
-@pytest.mark.parametrize('learner', LEARNERS)
-def test_a_run_with_dropout_repeats_itself_and_is_resumed(tmp_path, learner):
+def test_a_run_with_dropout_repeats_itself_and_is_resumed(tmp_path):
     "Whatever was drawn before in the process; and a run of two steps that goes on to four ends as the one of four."
-    settings = {**DROPPING, **LEARNERS[learner]}
+    settings = {**DROPPING, **LEARNER}
     whole = sit(tmp_path / 'whole', settings)
     resumed = sit(tmp_path / 'resumed', {**settings, 'steps': 2}, seed=2)
     sit(resumed, {**settings, 'resume': True}, seed=3)
@@ -106,10 +103,9 @@ def quiet(folder, settings):
 
 
 @needs_peft
-@pytest.mark.parametrize('teacher', ['self', 'base'])
-def test_additions_switched_off_are_a_second_model(tmp_path, monkeypatch, teacher):
+def test_additions_switched_off_are_a_second_model(tmp_path, monkeypatch):
     "The KL from the reference, and a base that teaches: the numbers of a run that loads the base again."
-    settings = {**SHORT, 'method': 'tips', 'lora': {'r': 4}, 'teacher': teacher, 'kl': .1}
+    settings = {**SHORT, 'method': 'tips', 'lora': {'r': 4}, 'teacher': 'base', 'kl': .1}
     loaded, load = [], staging.load_model
     monkeypatch.setattr(staging, 'load_model', lambda *a: loaded.append(a) or load(*a))
     off = quiet(tmp_path / 'off', settings)
@@ -117,8 +113,16 @@ def test_additions_switched_off_are_a_second_model(tmp_path, monkeypatch, teache
     whole = lambda origin, device: staging.load_model(origin.base, origin.dtype, device)[0]
     monkeypatch.setattr(staging.Origin, 'load_base', whole)
     second = quiet(tmp_path / 'second', settings)
-    assert len(loaded) == (3 if teacher == 'self' else 4)             # the policy, its reference, its teacher
+    assert len(loaded) == 4                                           # the policy, its reference, its teacher
     assert same_metrics(off, second, 1e-6) == [] and read_metrics(off).kl.max() > 1e-4
+
+
+@needs_peft
+def test_a_policy_with_additions_teaches_itself():
+    layout, golds = pack([example_group()]), [[AnswerTemplate((3, 4, 5), 1, 3)]] * 3
+    learner = Learner(adapted(0, 100), frozen=FrozenModels(teacher_every=2))
+    seen = learner.evaluate(layout, Needs(gold=Golds(), teacher=Golds()), {'gold': golds, 'teacher': golds})
+    torch.testing.assert_close(seen.teacher_logp, seen.gold_logp, atol=1e-5, rtol=0, equal_nan=True)
 
 
 @needs_peft
@@ -130,8 +134,7 @@ def test_what_changes_the_weights_beside_it_needs_a_second_model():
 
 
 def offloading(names, **how):
-    """A learner with a reference and a teacher on a device that is not, to PyTorch, where the host's memory is:
-    'cpu:0', to which all is copied."""
+    "A learner with a reference and a teacher on 'cpu:0', a device to which all is copied."
     policy = model(0, 100)
     learner = Learner(policy, Loss(kl=.1), Optimiser(1e-2),
                       frozen=FrozenModels(model(1, 100), teacher_every=2, offload=names))
@@ -261,8 +264,7 @@ def test_a_bad_critic_does_not_turn_its_policy_where_they_step_apart(directions)
 # ---- entropy ----
 
 def test_entropy_is_that_of_the_distributions():
-    """Against torch's own Categorical; seen alone, with the log-probabilities in one forward, and beside gold answers
-    that are read with these."""
+    "Against torch's own Categorical: alone, with log-probabilities, and beside gold answers."
     layout = pack([example_group()])
     learner = Learner(model(0, int(layout.ids.max()) + 1), temperature=.7)
     golds = {'gold': [[AnswerTemplate((3, 4, 5), 1, 3)]] * 3}

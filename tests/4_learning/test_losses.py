@@ -1,9 +1,6 @@
-"""50_losses against TRL's own `_compute_loss` and torchrl's value loss, its identities, and the learner's
-micro-batches.
+"""50_losses against TRL's own `_compute_loss`, its identities, and the learner's micro-batches.
 
-TRL 1.16 also has `sapo`, `vespo` and RLOO's product ratio off policy, which nothing here wants; `segment-mean`,
-`gspo-token` with a
-credit per turn, the lower clip of `cispo` and k2 have no counterpart in it and are checked by what defines them.
+TRL 1.16 also has `sapo`, `vespo` and RLOO's product ratio off policy, which nothing here wants.
 """
 import dataclasses, math
 from collections import defaultdict
@@ -16,8 +13,7 @@ from torch.testing import assert_close
 from credit_rl.layout import AVERAGES, loss_weights, pack, token_logps
 from credit_rl.learner import FrozenModels, Learner, Optimiser, PlainBackend
 from credit_rl.parts import Credit, Loss, Needs
-from credit_rl.losses import (entropy, kl, overlong_penalty, policy_loss, policy_terms, sequence_log_ratio, value_loss,
-                              weighted_sum)
+from credit_rl.losses import entropy, kl, overlong_penalty, policy_loss, policy_terms, value_loss, weighted_sum
 from credit_rl.trajectory import Group, example_group
 from random_models import small_qwen
 
@@ -46,16 +42,14 @@ def sequence_mean(mask): return average(mask, 'sequence-mean-token-mean')
 def token_mean(mask): return average(mask, 'token-mean')
 
 
-def trl_step(loss_type, logp, old, ref, advantages, mask, level='token', low=0.2, high=0.2, delta=None, beta=0.0,
-             max_length=32, spread=None, entropy_coef=0.0, tokens=None, accumulate=1):
+def trl_step(loss_type, logp, old, ref, advantages, mask, level='token', low=0.2, high=0.2, delta=None, beta=0.0):
     "The loss that TRL's trainer computes when the model's log-probabilities are `logp`, and the metrics that it logs."
     grpo = pytest.importorskip('trl.trainer.grpo_trainer', reason='pip install credit_rl[train]')
     trainer = object.__new__(grpo.GRPOTrainer)      # its method, without a model, a tokenizer and a data set
     same = lambda x, *a, **k: x
-    spread = torch.zeros_like(logp) if spread is None else spread
-    trainer._get_per_token_logps_and_entropies = lambda *a, **k: (logp, spread, None)
+    trainer._get_per_token_logps_and_entropies = lambda *a, **k: (logp, torch.zeros_like(logp), None)
     trainer.model = SimpleNamespace(training=True)
-    trainer.args = SimpleNamespace(delta=delta, use_bias_correction_kl=False, steps_per_generation=accumulate)
+    trainer.args = SimpleNamespace(delta=delta, use_bias_correction_kl=False, steps_per_generation=1)
     trainer.accelerator = SimpleNamespace(num_processes=1, gather=same, reduce=same, gather_for_metrics=same,
                                           sync_gradients=True)
     trainer._metrics = {'train': defaultdict(list), 'eval': defaultdict(list)}
@@ -63,14 +57,14 @@ def trl_step(loss_type, logp, old, ref, advantages, mask, level='token', low=0.2
                             beta=beta, top_entropy_quantile=1.0,
                             off_policy_mask_threshold=None, aux_loss_enabled=False, use_vllm=False,
                             vllm_importance_sampling_correction=False,
-                            current_gradient_accumulation_steps=accumulate, max_completion_length=max_length,
-                            _entropy_bonus_enabled=bool(entropy_coef), entropy_coef=entropy_coef,
+                            current_gradient_accumulation_steps=1, max_completion_length=32,
+                            _entropy_bonus_enabled=False, entropy_coef=0.0,
                             use_adaptive_entropy=False).items():        setattr(trainer, name, value)
     ids = torch.zeros_like(logp, dtype=torch.long)
     inputs = dict(prompt_ids=ids[:, :1], prompt_mask=torch.ones_like(ids[:, :1]), completion_ids=ids,
                   completion_mask=torch.ones_like(ids), tool_mask=mask.long(),
                   advantages=advantages, old_per_token_logps=old, ref_per_token_logps=ref,
-                  num_items_in_batch=mask.sum() if tokens is None else tokens)
+                  num_items_in_batch=mask.sum())
     return trainer._compute_loss(trainer.model,
                                  inputs), {name: values[-1] for name, values in trainer._metrics['train'].items()}
 
@@ -126,40 +120,6 @@ def test_cispo_is_trl(seed, beta):
 
 
 @pytest.mark.parametrize('seed', range(3))
-@pytest.mark.parametrize('clip', [(0.2, 0.2), (0.1, 0.28), (0.0, 1.0)])
-def test_cispo_weighs_by_the_clipped_ratio_on_both_sides(seed, clip):
-    logp, old, _, a, mask = batch(seed)
-    x = logp.clone().requires_grad_()
-    policy_loss(x, old, a, token_mean(mask), 'cispo', *clip).backward()
-    ratio = (logp - old).exp()
-    bounded = torch.where(ratio < 1 - clip[0], 1 - clip[0], torch.where(ratio > 1 + clip[1], 1 + clip[1], ratio))
-    assert_close(x.grad, -token_mean(mask) * bounded * a)             # every token keeps a gradient, of bounded size
-
-
-@pytest.mark.parametrize('seed', range(3))
-@pytest.mark.parametrize('loss_type', TRL)
-def test_kl_term_is_trl(seed, loss_type):
-    logp, old, ref, a, mask = batch(seed)
-    w = TRL[loss_type](mask)
-    agree(lambda x: policy_loss(x, old, a, w) + 0.3 * weighted_sum(kl(x, ref, mask=mask), w),
-          lambda x: trl_loss(loss_type, x, old, ref, a, mask, beta=0.3), logp)
-
-
-@pytest.mark.parametrize('loss_type', ['bnpo', 'dapo'])
-def test_entropy_bonus_is_trl(loss_type):
-    """TRL's bonus is a mean over tokens whatever its loss type averages; ours has the loss's own weights, so the two
-    meet in the token mean."""
-    _, old, ref, a, mask = batch(0)
-    logits = torch.randn(*mask.shape, 11, generator=torch.Generator().manual_seed(1))
-    w, logp = token_mean(mask), lambda x: x.log_softmax(-1)[..., 0]
-    agree(lambda x: policy_loss(logp(x), old, a, w) - 0.1 * weighted_sum(entropy(x), w),
-          lambda x: trl_loss(loss_type, logp(x), old, ref, a, mask, spread=entropy_of(x), entropy_coef=0.1), logits)
-
-
-def entropy_of(logits): return torch.distributions.Categorical(logits=logits).entropy()
-
-
-@pytest.mark.parametrize('seed', range(3))
 @pytest.mark.parametrize('level', ['token', 'sequence'])
 def test_statistics_are_trls(seed, level):
     logp, old, ref, a, mask = batch(seed)
@@ -168,80 +128,6 @@ def test_statistics_are_trls(seed, level):
     _, ours = policy_terms(logp, old, a, mask, 'ppo' if level == 'token' else 'gspo', (0.05, 0.1))
     assert_close(weighted_sum(kl(logp, ref, mask=mask), token_mean(mask)), torch.tensor(logged['kl']))
     assert_close(ours['clip_fraction'], torch.tensor(logged['clip_ratio/region_mean']))
-
-
-@pytest.mark.parametrize('loss_type', ['grpo', 'dapo', 'dr_grpo', 'luspo', 'cispo'])
-def test_one_row_eight_times_is_trls_batch_of_eight(loss_type):
-    logp, old, ref, a, mask = batch(2, rows=8)
-    kind, w = ('cispo', token_mean(mask)) if loss_type == 'cispo' else ('ppo', TRL[loss_type](mask))
-    kw = dict(clip_low=1.0, clip_high=0.3) if kind == 'cispo' else {}
-    one = lambda x, i: trl_loss(loss_type, x[i], old[i], ref[i], a[i], mask[i], high=1.3
-                                if kind == 'cispo' else 0.2, tokens=mask.sum(), accumulate=8)
-    theirs = lambda x: sum(one(x, slice(i, i + 1)) for i in range(8))
-    agree(lambda x: policy_loss(x, old, a, w, kind, **kw), theirs, logp)
-    agree(lambda x: sum(policy_loss(x[i:i + 1], old[i:i + 1], a[i:i + 1], w[i:i + 1], kind, **kw) for i in range(8)),
-          theirs, logp)
-
-
-def test_on_policy_reinforce_is_trls_rloo():
-    "RLOO's ratio is that of the whole text, a product over its tokens; at ratio 1 its gradient is the token sum's."
-    rloo = pytest.importorskip('trl.trainer.rloo_trainer', reason='pip install credit_rl[train]')
-    logp, _, _, a, _ = batch(5)
-    mask, a = torch.arange(15) < torch.tensor([15, 3, 9, 1, 12, 7])[:, None], a[:, 0]
-    trainer, same = object.__new__(rloo.RLOOTrainer), lambda x, *args, **k: x
-    trainer._get_per_token_logps_and_entropies = lambda *args, **k: (x, torch.zeros_like(x), None)
-    for name, value in dict(model=SimpleNamespace(training=True), epsilon_low=0.2, epsilon_high=0.2,
-                            aux_loss_enabled=False, _metrics={'train': defaultdict(list)},
-                            accelerator=SimpleNamespace(gather=same, reduce=same)).items():
-        setattr(trainer, name, value)
-    x, y, ids = logp.clone().requires_grad_(), logp.clone().requires_grad_(), torch.zeros_like(logp, dtype=torch.long)
-    theirs = trainer._compute_loss(
-        trainer.model,
-        dict(prompt_ids=ids[:, :1], prompt_mask=ids[:, :1], completion_ids=ids, completion_mask=mask.long(),
-             old_logps=(logp * mask).sum(1), advantages=a))
-    w = average(mask, 'sequence-mean-token-sum')
-    for kind in ('reinforce', 'ppo'):
-        ours = policy_loss(y, logp, a[:, None].expand_as(mask), w, kind)
-        assert_close(
-            torch.autograd.grad(ours, y)[0],
-            torch.autograd.grad(theirs, x, retain_graph=True)[0], atol=1e-6, rtol=1e-5)
-
-
-@pytest.mark.parametrize('clip', [None, 0.2, 1.0])
-def test_value_loss_is_torchrls(clip):
-    from tensordict import TensorDict
-    from tensordict.nn import ProbabilisticTensorDictModule, ProbabilisticTensorDictSequential, TensorDictModule
-    from torchrl.objectives import PPOLoss
-
-    class Critic(torch.nn.Module):
-        "A critic whose values are its parameters."
-        def __init__(self, values):
-            super().__init__()
-            self.values = torch.nn.Parameter(values.clone())
-        def forward(self, x): return self.values[..., None]
-
-    v, target, old = torch.randn(3, 6, 15, generator=torch.Generator().manual_seed(0))
-    *_, mask = batch(0)
-    actor = ProbabilisticTensorDictSequential(
-        TensorDictModule(torch.nn.Linear(1, 2), ['x'], ['logits']),
-        ProbabilisticTensorDictModule(['logits'], ['action'], distribution_class=torch.distributions.Categorical))
-    critic = TensorDictModule(Critic(v), ['x'], ['state_value'])
-    theirs = PPOLoss(actor, critic, clip_value=clip, loss_critic_type='l2', functional=False,
-                     reduction='none').loss_critic(
-                         TensorDict(x=torch.zeros(6, 15, 1), state_value=old[..., None],
-                                    value_target=target[..., None], batch_size=[6, 15]))[0][..., 0]
-    x, w = v.clone().requires_grad_(), token_mean(mask)
-    ours = value_loss(x, target, w, None if clip is None else old, clip)
-    assert_close(ours, theirs[mask].mean() / 2)                                     # the ½ is ours
-    assert_close(torch.autograd.grad(ours, x)[0], torch.autograd.grad(theirs[mask].mean() / 2, critic.module.values)[0])
-
-
-@given(st.lists(st.integers(0, 60), min_size=1, max_size=8), st.integers(1, 50), st.data())
-def test_overlong_penalty_is_trls(lengths, max_length, data):
-    trl = pytest.importorskip('trl.rewards', reason='pip install credit_rl[train]')
-    buffer = data.draw(st.integers(1, max_length))
-    theirs = trl.get_soft_overlong_punishment(max_length, buffer)([[0] * n for n in lengths])
-    assert_close(overlong_penalty(torch.tensor(lengths), max_length, buffer), torch.tensor(theirs))
 
 
 # ---------------------------------------------------------------- identities
@@ -262,18 +148,6 @@ def test_untrained_positions_never_leak(kind, seed):
 
 
 @pytest.mark.parametrize('kind', KINDS)
-def test_micro_batches_sum_to_the_batch(kind):
-    logp, old, ref, a, mask = batch(1, rows=8)
-    w, owner = token_mean(mask), torch.tensor([0, 0, 1, 2, 2, 2, 3, 3])
-    x = logp.clone().requires_grad_()
-    policy_loss(x, old, a, w, kind, row_trajectory=owner).backward()
-    y = logp.clone().requires_grad_()
-    for rows in ([0, 1], [2], [3, 4, 5], [6, 7]):                     # a trajectory's rows stay together
-        policy_loss(y[rows], old[rows], a[rows], w[rows], kind, row_trajectory=owner[rows]).backward()
-    assert_close(x.grad, y.grad)
-
-
-@pytest.mark.parametrize('kind', KINDS)
 @given(seed=st.integers(0, 10 ** 6), random=st.randoms(use_true_random=False))
 def test_order_padding_and_scale(kind, seed, random):
     logp, old, _, a, mask = batch(seed, dtype=torch.float64)
@@ -285,43 +159,6 @@ def test_order_padding_and_scale(kind, seed, random):
     wide = [torch.nn.functional.pad(x, (1, 2), value=v) for x, v in ((logp, NAN), (old, NAN), (a, math.inf), (w, 0.0))]
     assert_close(loss(*wide), whole)
     assert_close(loss(logp, old, a, 3 * w), 3 * whole); assert_close(loss(logp, old, 3 * a, w), 3 * whole)
-
-
-@given(st.integers(0, 10 ** 6))
-def test_segment_mean_sums_the_means_of_segments(seed):
-    g = torch.Generator().manual_seed(seed)
-    turns, owner = torch.randint(-1, 3, (5, 9), generator=g), torch.tensor([0, 1, 1, 2, 2])
-    turns[:, 0], terms = 0, torch.randn(5, 9, generator=g)
-    expected = 0.0
-    for i in range(3):
-        rows = owner == i
-        for k in range(3):
-            where = turns[rows] == k
-            if where.any(): expected += terms[rows][where].mean().item() / 3
-    assert math.isclose(weighted_sum(terms, loss_weights(turns, owner, 'segment-mean')), expected, rel_tol=1e-4,
-                        abs_tol=1e-5)
-
-
-@given(st.integers(0, 10 ** 6))
-def test_gspo_ratio_is_of_the_trajectory(seed):
-    logp, old, _, a, mask = batch(seed, rows=2)
-    lay = lambda v: torch.cat([v[0], v[1]])[None]                     # two rows of one trajectory, laid end to end
-    for kind in ('gspo', 'gspo-token'):
-        two = policy_terms(logp, old, a, mask, kind, row_trajectory=torch.tensor([9, 9]))[0]
-        assert_close(lay(two), policy_terms(lay(logp), lay(old), lay(a), lay(mask), kind)[0])
-    d = torch.where(mask, logp - old, 0.0)
-    assert_close(sequence_log_ratio(d, mask)[:, 0], d.sum(1) / mask.sum(1))
-
-
-@pytest.mark.parametrize('kind', KINDS)
-def test_on_policy_gradient_is_the_advantage(kind):
-    logp, _, _, a, mask = batch(0)
-    if kind == 'gspo': a = a[:, :1].expand_as(a)
-    w = sequence_mean(mask)
-    x = logp.clone().requires_grad_()
-    policy_loss(x, logp, a, w, kind).backward()
-    assert_close(x.grad, -w * a)
-    assert not torch.isnan(policy_loss(x, logp, a, torch.zeros_like(w), kind))
 
 
 @pytest.mark.parametrize('kind', KINDS)
@@ -381,16 +218,6 @@ def test_bad_input_is_refused():
     with pytest.raises(ValueError, match='terms'): weighted_sum(a, w[:1])
     for buffer in (0, -1, 11):
         with pytest.raises(ValueError, match='buffer'): overlong_penalty(torch.tensor([1]), 10, buffer)
-
-
-@given(st.integers(0, 10 ** 6))
-def test_kl_estimators(seed):
-    g = torch.Generator().manual_seed(seed)
-    p, q = torch.randn(2, 9, generator=g, dtype=torch.float64).log_softmax(-1)
-    true = (p.exp() * (p - q)).sum()
-    mean = {k: (p.exp() * kl(p[None], q[None], k)[0]).sum() for k in ('k1', 'k2', 'k3')}
-    assert_close(mean['k1'], true); assert_close(mean['k3'], true)
-    assert (kl(p[None], q[None]) >= 0).all() and not kl(p[None], p[None]).any()
 
 
 def test_kl_keeps_its_digits_and_stays_finite():
@@ -473,11 +300,9 @@ def eight():
     return layout, Credit(a, trajectory_weight=torch.tensor([1.0, 0.5, 2.0, 1.0, 1.0, 0.0, 1.5, 1.0]))
 
 
-@pytest.mark.parametrize('name', AVERAGES)
-@pytest.mark.parametrize('kind', KINDS)
+@pytest.mark.parametrize('kind, name', [*((kind, AVERAGES[0]) for kind in KINDS), *(('ppo', n) for n in AVERAGES[1:])])
 def test_the_learners_batch_1_times_8_is_its_batch_8_times_1(eight, kind, name):
-    """Whatever fits into one forward, the gradient of the update is the same: that of the loss written out over the
-    whole batch."""
+    "Whatever fits into one forward, the gradient is that of the loss written out over the whole batch."
     layout, credit = eight
     spec, gradients, losses = Loss(kind, average=name, clip_low=0.02, clip_high=0.02, kl=0.1, entropy=0.01), [], []
     for budget in (1, 3 * layout.ids.shape[1], 10 ** 6):
@@ -501,16 +326,3 @@ def test_the_learners_batch_1_times_8_is_its_batch_8_times_1(eight, kind, name):
     for gradient, loss in zip(gradients, losses):
         assert_close(gradient, expected, atol=2e-5 * expected.abs().max().item(), rtol=1e-3)
         assert math.isclose(loss, whole.item(), rel_tol=1e-4)
-
-
-def test_the_learners_weights_do_not_depend_on_the_budget(eight):
-    "Several updates with AdamW: the same losses and, but for rounding, the same weights."
-    layout, credit = eight
-    def after(budget):
-        learner = Learner(small_model(), Loss(average='sequence-mean-token-mean'),
-                          Optimiser(learning_rate=1e-3, minibatches=3, epochs=2, row_tokens=budget))
-        logs = [learner.step(layout, learner.evaluate(layout), credit) for _ in range(2)]
-        return [log['loss'] for log in logs], [log['grad_norm'] for log in logs], learner.evaluate(layout).logp
-    one, all_ = after(1), after(10 ** 6)
-    for a, b in zip(one[:2], all_[:2]): assert a == pytest.approx(b, rel=1e-4)
-    assert_close(one[2], all_[2], atol=1e-4, rtol=0)

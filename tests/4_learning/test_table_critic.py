@@ -1,31 +1,21 @@
-"""56_table_critic: the table in place of CARL's critic, against sums made one by one, and in an interrupted run."""
+"""56_table_critic: the table in place of CARL's critic, against sums made one by one."""
 import json
 import math
 from collections import defaultdict
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
 from credit_rl.engine import ScriptedEngine
-from credit_rl.methods import METHODS
 from credit_rl.outcome import outcome_rewards
 from credit_rl.protocol import PROTOCOLS, Chat
 from credit_rl.rollout import rollout
-from credit_rl.runlog import same_metrics
 from credit_rl.table_critic import PARTS, SITUATIONS, situations, table_values, tally
 from credit_rl.tiny import CODE_KNOWER, act_coder, memory_of, tiny_environment, tiny_tokenizer
-from credit_rl.train import train
 from credit_rl.trajectory import Result, example_group
 from credit_rl.world import world_of
-
-ROOT = Path(__file__).resolve().parents[2]
-TWINS = {'hops': [1, 2], 'twins': True, 'nothing': .125, 'sibling': .125, 'lost': .1}   # tiny_carl's
-RUN = dict(method='carl-table', model=str(ROOT / 'data' / 'tiny_carl'), protocol='carl-tiny', seed=412, turn_tokens=40,
-           world=TWINS, questions=60, dev_questions=10, test_questions=6, questions_per_step=4, group_size=4, steps=3,
-           eval_every=1, threads=1, track='')
 
 
 @pytest.fixture(scope='module')
@@ -68,14 +58,6 @@ def test_what_is_known_and_what_was_seen_are_read_off_the_games(games):
     assert len(set(found.flatten().tolist())) > 12
 
 
-def test_credit_is_the_outcome_less_what_was_expected_at_the_start(games):
-    method, found = METHODS['carl-table'], situations(games)
-    outcome, values = outcome_rewards(games), table_values(found, tally(found, outcome_rewards(games)))
-    rewards = method.text_rewards(games)
-    assert torch.equal(rewards['situations'], found) and torch.equal(rewards['outcome'], outcome)
-    torch.testing.assert_close(rewards['turns'].sum(1) + outcome, outcome - values[:, 0])
-
-
 def test_other_questions_are_refused():
     with pytest.raises(ValueError, match='world'): situations([example_group()])
     group = example_group()
@@ -84,13 +66,9 @@ def test_other_questions_are_refused():
     with pytest.raises(ValueError, match='chain'): situations([replace(group, question=half, trajectories=played)])
 
 
-def test_a_run_keeps_its_table(tmp_path):
-    "Interrupted and taken up again it goes on with the table of the steps before, and ends alike."
-    quiet = lambda line: None
-    whole = train({**RUN, 'run': str(tmp_path / 'whole')}, say=quiet)
-    part = train({**RUN, 'run': str(tmp_path / 'part'), 'steps': 2}, say=quiet)
-    memory = json.loads(max((part / 'checkpoints').glob('step-*/memory.json')).read_text())
-    sums, counts = memory['method'][PARTS[0].name]
-    assert len(counts) == SITUATIONS and sum(counts) > 16 and all(0 <= s <= n for s, n in zip(sums, counts))
-    part = train({**RUN, 'run': str(tmp_path / 'part'), 'resume': True}, say=quiet)
-    assert same_metrics(whole, part) == []
+def test_the_table_that_a_resumed_run_reads_is_the_one_that_was_kept(games):
+    keeps, found = PARTS[0].keeps, situations(games)
+    own = {'right': 'em', **{name: option.default for name, option in PARTS[0].options.items()}}
+    earned = {'situations': found, 'outcome': outcome_rewards(games)}
+    table = keeps.move(own, keeps.begin(own), earned, None)
+    assert json.loads(json.dumps(table)) == table and len(table[1]) == SITUATIONS and sum(table[1]) > 16
