@@ -60,7 +60,7 @@ help:
 	@echo '               check that nothing changed: a quarter of an hour'
 	@echo 'make test-all  make test, then the longer tests (make test-long)'
 	@echo 'make test-vllm the vLLM engine on a CPU, in an environment of its own (.venv-vllm, 4 GB)'
-	@echo 'make test-gpu  what a GPU is to show, eight minutes on a machine that has one (tests/gpu/run.py)'
+	@echo 'make test-gpu  what a GPU is to show, ten minutes on a machine that has one (tests/gpu/run.py)'
 	@echo 'make faults    two hundred faults at random moments, an hour or two (FAULTS="--faults 20" for fewer)'
 	@echo 'make long      two thousand steps, watched from outside, a quarter of an hour or more'
 	@echo 'make programs  ten thousand random programs in the sandbox, half an hour'

@@ -314,7 +314,7 @@ def audit(
 _CONTROLS = ('half', 'vine', 'even', 'chance')    # rows of an audit that are no rules to choose from
 _ENDS = '', ', low', ', high'                     # of a score's columns
 NO_ADVICE = ('Which rule learns faster an audit does not say: a score by turn that was frozen before the runs of 25 worlds put '
-             'rules in order, but was not shown to do it better than a plainer number (48_foretell).')
+             'rules in order, but was not shown to do it better than a plainer number (99_lab).')
 
 def _credit_shares(squares):
     """Which share of the true credit lies in each of KINDS: list of (mean, low, high), all NaN where the true credit

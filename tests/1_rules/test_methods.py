@@ -275,20 +275,6 @@ def test_gspo_is_grpo_until_the_policy_moves(world):
 def same_step(a, b): torch.testing.assert_close(a[2], b[2], atol=1e-6, rtol=1e-4)
 
 
-def test_rows_that_meet(world):
-    """MT-GRPO* without its own part, TSPO without a latent reward and VSPO without a silent group take GRPO's step;
-    TIPS with α = 0 takes PPO's."""
-    grpo = METHODS['grpo']
-    like = lambda row: dataclasses.replace(row, loss=grpo.loss)
-    same_step(a_step(world, like(METHODS['mt-grpo*']), {'lambda_mid': 0.}), a_step(world, grpo))
-    same_step(a_step(world, like(METHODS['tspo']), {'alpha': 0.}), a_step(world, grpo))
-    same_step(a_step(world, METHODS['tips'], {'alpha': 0.}), a_step(world, METHODS['ppo']))
-    count = lambda g: sum(t.answer in g.question.answers for t in g.trajectories)
-    varied = [g for g in games(world) if 0 < count(g) < len(g.trajectories)]
-    assert len(varied) > 1
-    same_step(a_step(world, METHODS['vspo'], groups=varied), a_step(world, grpo, groups=varied))
-
-
 @pytest.mark.parametrize('average', ['token-mean', 'sequence-mean-token-mean', 'token-sum'])
 def test_vspo_by_weights_is_vspo_by_copies(world, average):
     """One row with ω times its advantage, averaged over the batch's places, is the batch in which a group stands N
@@ -597,18 +583,3 @@ def test_mt_grpo_is_a_mean_over_rollouts_of_sums_over_tokens(world, name):
     once, twice = (a_step(world, METHODS[name], groups=batch) for batch in (groups, groups * 2))
     torch.testing.assert_close(twice[2], once[2], atol=1e-6, rtol=1e-3)
     assert METHODS[name].loss.average == 'group-mean-token-sum' and once[2].norm() > 0
-
-
-def test_the_control_of_tspo_pays_the_mean_of_its_turns_to_the_whole_rollout():
-    "A near miss of 4 turns sees the gold in its second earns 2 / 4, by hand; summed it would earn 2, a right one 1."
-    group = example_group()
-    method = compose('outcome+folr/group')
-    rewards = method.text_rewards([group])
-    assert rewards['outcome'].tolist() == [1, 0, 0] and rewards['turns'].sum(1).tolist() == [0, .5, 0]
-    layout = pack([group])
-    credit = method.credit(rewards, layout, None)
-    by_hand = torch.tensor([1.5, 0, -1.5]) * (2 / 3) ** .5                       # (x - 1/2) / sqrt(1/6)
-    for row, turns, wanted in zip(credit.advantages, layout.token_turns, by_hand):
-        torch.testing.assert_close(row[turns >= 0], wanted.expand(int((turns >= 0).sum())), atol=1e-4, rtol=1e-4)
-    turnwise = compose('outcome+folr/turns').text_rewards([group])               # where turns are compared, as it was
-    assert turnwise['turns'].sum(1).tolist() == [0, 2, 0]

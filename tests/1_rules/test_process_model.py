@@ -46,14 +46,6 @@ def folder(tmp_path_factory):
     return path
 
 
-def test_a_turn_is_scored_before_the_tool_answers_it():
-    texts = process_texts(GROUP.trajectories[1])
-    assert len(texts) == 4 and texts[0].startswith(GROUP.question.text)
-    for turn, text, after in zip(GROUP.trajectories[1].turns, texts, [*texts[1:], None]):
-        assert text.endswith(turn.action_text)
-        if after: assert after.startswith(f'{text}\n{turn.observation_text}\n')
-
-
 def test_a_taught_classifier_pays_the_turns_that_it_was_taught(folder):
     method = compose('outcome+prm/turns').bind({'prm': {'model': str(folder), 'label': 'good'}})
     batch = assign(method, [GROUP], lambda layout, asks: None)

@@ -22,8 +22,8 @@ from credit_rl.tiny import PERFECT_CODER, Player, act, act_coder, player_state, 
 from credit_rl.train import train
 from credit_rl.runlog import read_metrics
 from credit_rl.trajectory import Group
-from credit_rl.true_credit import (SolverRates, _solver_value, continuation_values, distinct_states, exact_values,
-                                   missing_pages, note_values, next_texts, solver_rates, solver_values, turn_credit)
+from credit_rl.true_credit import (SolverRates, continuation_values, distinct_states, exact_values, missing_pages,
+                                   note_values, next_texts, solver_rates, solver_values, turn_credit)
 from credit_rl.world import make_world, world_of
 
 WEAK = Player(one_word=.3, restart=.2, near_miss=.4, early=.1)
@@ -39,16 +39,6 @@ def played():
     world = make_world('train', 7, size=120, questions=8, hops=(1, 2, 2))
     env = tiny_environment(world, CHAT)
     return env, rollout(by(WEAK), env, list(world.questions), 4, seed=3)
-
-
-def test_playing_on_from_the_start_is_a_rollout(played):
-    "The same turns are taken as often, from S_0 and by a fresh rollout: a share of right answers within three errors."
-    env, groups = played
-    starts = [(g.trajectories[0], 0) for g in groups]
-    on = outcome_rewards(continuations(by(WEAK), env, starts, 200, seed=1), exact_match).view(8, 200).mean(1)
-    fresh = outcome_rewards(rollout(by(WEAK), env, [g.question for g in groups], 200, seed=2),
-                            exact_match).view(8, 200).mean(1)
-    assert ((on - fresh).abs() < 4 * (2 * .25 / 200) ** .5).all() and 0 < on.mean() < 1
 
 
 def test_what_was_said_stays_and_the_rest_is_played(played):
@@ -95,20 +85,6 @@ def test_segments_go_on_where_they_were():
         add_message(env, t, '<context> x </context>')
 
 
-def test_continuations_come_near_exact_values_as_one_over_root_m(played):
-    (env, _), player = played, Player(one_word=.5, relation=.2, misread=.3, early=.3)
-    world = make_world('train', 7, size=120, questions=8, hops=(1, 2, 2))
-    groups = rollout(by(player), env, list(world.questions), 3, seed=4)
-    exact, there = exact_values(lambda text, rng: act(text, rng, player), env, groups,
-                                state=player_state), index_groups(groups)[0]
-    scaled = []
-    for m in (8, 32, 128):
-        values, errors = continuation_values(by(player), env, groups, m, seed=m)
-        scaled.append(float((m * (values - exact)[there] ** 2).mean()) ** .5)
-        assert ((values - exact).abs() < 3 * errors)[there].float().mean() > .9
-    assert max(scaled) < 1.7 * min(scaled) and scaled[0] < .6
-
-
 def test_exact_values_are_expectations(played):
     "V(S) is the mean of V over what may be said: one turn of the recursion, by hand."
     env, groups = played
@@ -124,14 +100,6 @@ def test_exact_values_are_expectations(played):
     assert math.isclose(total, float(exact[0, 0]), rel_tol=1e-5)
     with pytest.raises(ValueError, match='guess'):
         exact_values(lambda text, rng: act(text, rng, Player(guess=.5)), env, groups[:1])
-
-
-def test_true_credit_is_dealt_out_whole(played):
-    env, groups = played
-    there, _ = index_groups(groups)
-    values = continuation_values(by(WEAK), env, groups, 6)[0]
-    outcome = outcome_rewards(groups, exact_match)
-    assert_close(turn_credit(values, outcome, there).sum(1), outcome - values[:, 0])
 
 
 def test_stalling_does_not_pay(played):
@@ -150,18 +118,6 @@ def test_stalling_does_not_pay(played):
     assert own[1, wasted] < 0 < own[0, wasted] and own[0, wasted] < own[1, wasted + 1]
     assert blind[1, wasted] == 0 > blind[0, wasted]
     assert_close(own.sum(1), final - solver_values([group], turns, rates)[:, 0])
-
-
-def test_credit_by_the_solver_is_none_in_the_mean():
-    "The identity that fixes V: by its own rates a query and a turn that may answer earn 0 on average."
-    rates = SolverRates(.6, .4, .7)
-    value = lambda missing, turns: _solver_value(missing, turns, rates)
-    for turns in range(2, 7):
-        for missing in range(1, 4):
-            query = rates.query * value(missing - 1, turns - 1) + (1 - rates.query) * value(missing, turns - 1)
-            assert query == pytest.approx(value(missing, turns)) and value(missing, turns - 1) <= value(missing, turns)
-        ready = rates.answer * rates.read + (1 - rates.answer) * value(0, turns - 1)
-        assert ready == pytest.approx(value(0, turns)) and value(0, turns - 1) < value(0, turns)
 
 
 @pytest.mark.parametrize('name', ['vine', 'oracle'])

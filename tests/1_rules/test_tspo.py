@@ -7,9 +7,9 @@ from hypothesis import given, settings, strategies as st
 from torch.testing import assert_close
 
 from credit_rl.advantages import group_normalize, turn_normalize
-from credit_rl.tspo import (check_binary, chi_squared, evidence_golds, first_occurrence, first_turns, folr_rewards,
-                            group_misses, near_miss_share, near_miss_statistics, op_table, tspo_advantages)
-from credit_rl.trajectory import Group, Question, Trajectory, Turn, example_group
+from credit_rl.tspo import (check_binary, chi_squared, first_occurrence, first_turns, folr_rewards, group_misses,
+                            near_miss_share, near_miss_statistics, op_table, tspo_advantages)
+from credit_rl.trajectory import Group, Question, Trajectory, Turn
 from credit_batches import NAN, binary_batches, cells
 
 settings.register_profile('credit', deadline=None, max_examples=40)
@@ -55,20 +55,9 @@ def test_tspo_refuses(change):
     with pytest.raises(ValueError): tspo_advantages(**{**args, **change})
 
 
-def test_first_occurrence_traps():
-    assert first_occurrence(['Rome was', 'Romeo'], ['rome']) == 0 and first_occurrence(['Romeo'], ['Rome']) is None
-    assert first_occurrence(['the', 'a.'], ['The', 'a',
-                                            '!']) is None                # golds that normalise to nothing match nothing
-    assert first_occurrence(['yes', 'x'], ['Yes', 'No', 'x']) is None
-    assert first_occurrence(['yes', 'x'], ['x'], match_short=True) == 1
-    assert evidence_golds(['Yes.', '7', 'Seven']) == ['seven']
-    g = example_group()
-    assert first_turns([g, g]).tolist() == [1, 1, -1] * 2
-    yes = Group(Question('q', 'Is it?', ['yes']), [Trajectory(Question('q', 'Is it?', ['yes']), [0],
-                                                              g.trajectories[0].turns, 'answer', 'yes')])
-    assert first_turns([yes]).tolist() == [-1]
-    said = Group(yes.question,
-                 [Trajectory(yes.question, [0], [Turn('tool', [1], [-1.0], [2], '', 'Yes, it is.')], 'answer', 'yes')])
+def test_golds_without_evidence_are_looked_for_where_that_is_asked():
+    yes = Question('q', 'Is it?', ['yes'])
+    said = Group(yes, [Trajectory(yes, [0], [Turn('tool', [1], [-1.0], [2], '', 'Yes, it is.')], 'answer', 'yes')])
     assert first_turns([said]).tolist() == [-1] and first_turns([said], match_short=True).tolist() == [0]
     with pytest.raises(TypeError): first_occurrence(['x'], 'x')
     with pytest.raises(TypeError): first_occurrence('x', ['x'])

@@ -50,21 +50,6 @@ def test_the_whole_rollout_leaves_and_the_others_keep_their_advantage():
     assert compose('outcome/group/no-void').bind().metrics(batch)['void_rollouts'] == pytest.approx(1 / 3)
 
 
-def test_a_right_answer_after_a_void_turn_leaves_too():
-    broken = replace(RIGHT.turns[0], call=None, result=Result.MALFORMED)
-    group = Group(GROUP.question, [replace(RIGHT, turns=(broken, *RIGHT.turns[1:])), NEAR, LOST])
-    batch, found = credit('outcome/group/no-void', group)
-    assert not found[batch.layout.row_trajectory == 0].any() and found[batch.layout.row_trajectory == 1].any()
-
-
-def test_nothing_changes_without_void_turns_and_nothing_is_left_where_all_have_one():
-    for rule in ('outcome/group', 'outcome+folr/turns', 'prs/group'):
-        name = rule + '/no-void'
-        assert_close(credit(name, GROUP)[1], credit(rule, GROUP)[1])
-    cut = Group(GROUP.question, [*map(without_answer, GROUP.trajectories)])
-    assert not credit('outcome/group/no-void', cut)[1].any()
-
-
 def test_a_trainers_arrays_have_no_text_and_are_refused():
     arrays = Arrays(torch.tensor([[1, 0, 1], [1, 0, 1]]), ['q', 'q'], [1., 0.])
     with pytest.raises(ValueError, match='looks'): assign_arrays('outcome/group/no-void', arrays)

@@ -69,28 +69,6 @@ def test_silence_is_tested_on_the_spread_too():
     assert informative(tiny).tolist() == [False, True] and informative(tiny, eps=0.0).all()
 
 
-@given(tables(missing=True), st.sampled_from([0.01, 0.1, 0.5, 1.0, math.inf]))
-def test_probabilities_are_a_softmax_over_kept_groups(x, temperature):
-    values, keep = task_values(x), informative(x)
-    p = sampling_probabilities(values, temperature, keep)
-    assert (p[~keep] == 0).all() and not p.isnan().any()
-    if not keep.any(): return
-    top = values[keep].max().item()
-    raw = [math.exp((v - top) / temperature) for v in values[keep].tolist()]
-    assert_close(p[keep], torch.tensor([r / sum(raw) for r in raw], dtype=p.dtype), atol=1e-9, rtol=1e-7)
-    assert_close(sampling_probabilities(torch.where(keep, values + 1, NAN), temperature, keep), p, atol=1e-8, rtol=1e-7)
-
-
-@given(st.integers(1, 1000), st.floats(1, 50))
-def test_smoothing_lies_between_one_and_alpha_and_amplifies_only_above_n_plus_one(n, alpha):
-    omega = value_smoothing(n, alpha)
-    assert math.isclose(omega, alpha - (alpha - 1) / n, rel_tol=1e-12)
-    assert 1 - 1e-12 <= omega <= alpha and value_smoothing(n + 1, alpha) >= omega - 1e-12
-    if n > 1 and abs(alpha - n - 1) > 1e-6: assert (omega > n) == (alpha > n + 1)
-    assert value_smoothing(0, alpha) == 0 and value_smoothing(1, alpha) == 1
-    assert_close(value_smoothing(torch.tensor([0, 1, n]), alpha), torch.tensor([0, 1, omega]), atol=1e-5, rtol=1e-5)
-
-
 @given(tables(missing=True), st.sampled_from(['value', 'random', 'none']), st.booleans(), st.integers(0, 1000))
 def test_places_are_kept_and_filled(x, sampling, clip, seed):
     weights, counts = vspo_weights(x, generator=seeded(seed), sampling=sampling, clip=clip)

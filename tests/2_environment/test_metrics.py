@@ -116,13 +116,6 @@ def test_what_is_not_one_number(text):
 
 
 @settings(deadline=None)
-@given(st.floats(1e-3, 1e6), st.floats(-0.4, 0.4), st.sampled_from([1e-4, 1e-2, 0.1]))
-def test_tolerance_is_relative_to_the_gold(gold, shift, rel_tol):
-    if abs(abs(shift) - rel_tol) < 1e-6: return
-    assert numeric_match(f'{gold * (1 + shift):.12f}', [f'{gold:.12f}'], rel_tol) == float(abs(shift) <= rel_tol)
-
-
-@settings(deadline=None)
 @given(st.integers(-999_999, 999_999).filter(bool))
 def test_percent_is_read_either_way_but_only_on_one_side(n):
     x = n / 1000
@@ -208,14 +201,6 @@ def test_benchmark_metric():
     assert fin('34%', ['0.34011']) == fin('0.340', ['0.34011']) == fin('34.01', ['34.01%']) == fin('No.', ['no']) == 1.0
     assert fin('33%', ['0.34011']) == fin('3.4%', ['0.34011']) == fin('yes', ['no']) == fin('34', ['0.34011']) == 0.0
     with pytest.raises(ValueError, match='Known'): benchmark_metric('zzz')
-
-
-@given(st.floats(1e-4, 1e7), st.booleans())
-@settings(deadline=None)
-def test_finqa_accepts_three_significant_digits(x, minus):
-    x = -x if minus else x
-    assert benchmark_metric('finqa')(f'{float(f"{x:.3g}"):.12f}', [repr(x)]) == 1.0
-    assert benchmark_metric('finqa')(repr(x * 1.011), [repr(x)]) == 0.0
 
 
 @pytest.mark.parametrize('name, split', [('gsm8k', 'train'), ('gsm8k', 'test'), ('finqa', 'train'), ('finqa', 'dev')])

@@ -17,8 +17,7 @@ from credit_rl.models import load_model
 from credit_rl.outcome import extract_answer
 from credit_rl.methods import compose
 from credit_rl.parameters import from_settings
-from credit_rl.protocol import (PROTOCOLS, TOOL_PROMPT, WORDS, Chat, byte_tokenizer, last_answer, parse, prompt_hash,
-                                reword)
+from credit_rl.protocol import PROTOCOLS, TOOL_PROMPT, WORDS, Chat, byte_tokenizer, prompt_hash, reword
 from credit_rl.prs import PRS_JUDGE_PROMPT
 from credit_rl.readers import Passage
 from credit_rl.retrieval import BM25
@@ -84,22 +83,6 @@ def test_the_last_well_formed_answer_of_the_models_messages_counts(says, malform
     assert all(x.kind == 'tool' for x in t.turns[:-1]) and measure(t)['answer_rate'] == (t.answer is not None)
 
 
-def test_by_hand_which_answer_counts():
-    last = Chat(PATIENT, TOKENIZER)
-    assert play([f'{ANSWER} or <answer> Vienna </answer>, perhaps']).answer == 'Rabat'       # it was stopped there
-    t = play([f'{ANSWER} or <answer> Vienna </answer>, perhaps'], last)
-    assert (t.answer, t.stop, len(t.turns)) == ('Vienna', Stop.ANSWER, 1)
-    t = play([ANSWER + CALL, '<answer> Curtiz </answer>.'], last)
-    assert t.answer == 'Curtiz' and [x.result for x in t.turns] == [Result.OK, Result.NONE]  # the call was answered
-    t = play([ANSWER + CALL, 'hm', CALL], last, max_turns=3)
-    assert (t.answer, t.stop) == ('Rabat', Stop.TURN_CAP)                                   # nothing better followed
-    broken = f'{ANSWER} <tool_call> ; </tool_call>'
-    assert play([broken, '<answer> x </answer>'], last).answer == 'x'
-    assert play([broken], last, malformed='end').answer == 'Rabat'
-    assert parse(PATIENT, '<answer> a </answer> <answer> </answer>').answer is None
-    assert last_answer(PROTOCOLS['carl'], r'\boxed{1} \boxed{2}.') == '2'
-
-
 @pytest.fixture(scope='module')
 def base(root):
     "The small base and its tokenizer, on the CPU."
@@ -132,33 +115,7 @@ def test_a_model_goes_on_after_its_answer_until_it_ends_its_message(base, both):
     assert (Learner(base[0]).evaluate(layout).logp - layout.logps).abs().max() < 1e-3
 
 
-# ---- several calls, words and answers in one message ----
-
-
-def test_all_calls_of_a_message_are_one_search():
-    "Before, the last one alone ran, and words behind a call ended the rollout."
-    chat, later = chat_of(call_stop='message'), '<tool_call> Michael Curtiz </tool_call>'
-    t = play([CALL + later + 'I wait.', ANSWER], chat, malformed='end')
-    assert t.turns[0].call['queries'] == ['Casablanca', 'Michael Curtiz'] and t.answer == 'Rabat'
-    assert t.turns[0].observation_text.count('Query: ') == 2 and t.turns[0].returned.count('Casablanca') == 2
-    t = play([CALL + '<tool_response>Rabat</tool_response>' + ANSWER], chat, malformed='end')
-    assert (t.answer, t.turns[0].result, t.stop) == (None, Result.MALFORMED, Stop.NO_ANSWER)
-
-
 # ---- after a malformed turn ----
-
-def test_a_malformed_turn_is_answered_or_the_last():
-    says = ['no tags', '<tool_call> </tool_call>', ANSWER]
-    t = play(says)
-    assert [x.result for x in t.turns] == [Result.MALFORMED, Result.MALFORMED, Result.NONE] and t.answer == 'Rabat'
-    assert t.turns[0].observation_text.startswith('Error: ')
-    for first in says[:2]:
-        t = play([first, ANSWER], malformed='end')
-        assert (len(t.turns), t.stop, t.answer) == (1, Stop.NO_ANSWER, None)
-        assert t.turns[0].result is Result.MALFORMED and t.turns[0].observation_ids == ()
-    good = [CALL, ANSWER]
-    assert response(play(good, malformed='end')) == response(play(good))                    # nothing was malformed
-
 
 def test_what_a_tool_refuses_is_answered_under_either_rule():
     broken = '```python\nlook it up\n```\n'

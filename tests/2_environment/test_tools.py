@@ -84,16 +84,6 @@ def test_a_malformed_call_is_told_and_does_not_reach_the_retriever(bad, said):
     assert SearchTool(Stub(), 1, 9).call([bad]) == [(text, result)]
 
 
-def test_a_batch_is_one_search_and_equals_single_calls():
-    stub, calls = Stub(), [['red'], ['grey', 'wolf'], ['zebra'], ['red']]
-    tool = SearchTool(stub, 2, 9)
-    texts = tool.run_batch(calls)
-    assert stub.searches == [['red', 'grey', 'wolf', 'zebra', 'red']]
-    assert texts == [tool.run(c) for c in calls]
-    assert {r for _, r in tool.call(calls)} == {Result.OK}
-    assert tool.call([]) == [] and tool.run_batch([]) == []
-
-
 def test_one_failing_query_is_only_its_own_calls_error():
     out = SearchTool(Stub(), 1, 9).call([['red'], ['wolf', 'broken'], ['grey']])
     assert [r for _, r in out] == [Result.OK, Result.ERROR, Result.OK]

@@ -163,18 +163,6 @@ def test_the_batch_changes_no_sample(play, groups, setting):
         same_logps(recorded(a), recorded(b))
 
 
-def test_order_and_company_change_no_sample(play, groups):
-    backwards = play(questions=play.questions[::-1])[::-1]
-    alone = play(questions=play.questions[4:5])
-    fewer = play(group_size=2)
-    for g, b, f in zip(groups, backwards, fewer):
-        assert [said(t) for t in g.trajectories] == [said(t) for t in b.trajectories]
-        assert [said(t) for t in g.trajectories[:2]] == [said(t) for t in f.trajectories]
-    for a, b in zip(groups[4].trajectories, alone[0].trajectories):
-        assert said(a) == said(b)
-        same_logps(recorded(a), recorded(b))
-
-
 @pytest.mark.parametrize('attention', ATTENTION)
 def test_padding_order_and_company_change_no_logp(base, groups, attention):
     model, _ = base

@@ -1,7 +1,7 @@
-"""What a GPU is to show, by one command in eight minutes, in an environment that is there: no network, no papermill, no
-DeepSpeed, no vLLM.
+"""What a GPU is to show, by one command in ten minutes, in an environment that is there: no network, no papermill, no
+vLLM, DeepSpeed where it is installed.
 
-    python tests/gpu/run.py [same shapes trees learning] [--out runs/gpu] [--device cuda] [--small] [--share 1.]
+    python tests/gpu/run.py [same shapes trees learning deepspeed] [--out runs/gpu] [--device cuda] [--small] [--share 1.]
 
 - `same`, 60 s: the card finds in float32 what the CPU finds in float64: log-probabilities, values, gold answers, credit
   and new weights of seven methods, the engine's ids; bfloat16 beside it; and planted faults are noticed.
@@ -9,6 +9,7 @@ DeepSpeed, no vLLM.
 - `trees`, 75 s: tokens that rows share read once, against rows of their own: seconds, bytes, compilations, gradients.
 - `learning`, 150 s: TSPO from data/tiny_weak, stopped and resumed: exact match before and after. Where models/smollm2
   is at hand, demonstrations, fine-tuning and reinforcement of that instead.
+- `deepspeed`, 120 s: one rank by NCCL at ZeRO 2 and 3, one of them resumed, steps as the library's own learner does.
 
 Every number is in `OUT/SECTION.json` as soon as it is known, with card, versions and seconds. A section ends at its
 deadline with what it has. The command ends with 1 where a section failed or was late; where one cannot run, with 1 if
@@ -32,7 +33,7 @@ sys.path[:0] = [str(ROOT), str(HERE)]   # a checkout will do
 
 import torch
 
-SECTIONS = {'same': 60, 'shapes': 150, 'trees': 75, 'learning': 150}   # seconds of each; a module of that name, on_*
+SECTIONS = {'same': 60, 'shapes': 150, 'trees': 75, 'learning': 150, 'deepspeed': 120}   # seconds of each; a module of that name, on_*
 REQUIRED = os.environ.get('CREDIT_RL_GPU') == 'required'
 
 
