@@ -9,7 +9,7 @@ __all__ = ['find_runs', 'run_label', 'each_run', 'load_runs', 'runs_frame', 'pac
            'peer_table', 'plan_jobs', 'papermill_command', 'main']
 
 # %% ../nbs/6_looking/74_compare.ipynb #c003
-import dataclasses, json, math, os, signal, subprocess, sys, tempfile, textwrap
+import dataclasses, json, math, os, subprocess, sys, tempfile, textwrap
 from pathlib import Path
 from .diagnostics import method_colour, method_colours
 from .jobs import Job, last_words, run_jobs, status_table
@@ -784,5 +784,4 @@ def main(arguments=None):  # list of str; None: the command line's
 
 # %% ../nbs/6_looking/74_compare.ipynb #c084
 if __name__ == '__main__' and '__file__' in globals():  # a notebook has no file
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that a killed command ends what it started
     sys.exit(main())

@@ -5,8 +5,9 @@
 # %% auto #0
 __all__ = ['LAUNCHER', 'Ranks', 'FirstPlays', 'is_rank', 'join_ranks', 'check_alike', 'expect_file', 'keep_traceback', 'failure',
            'check_threads', 'check_hosts', 'rank_environment', 'missing_for_hosts', 'launch_command', 'Hosts', 'Torch',
-           'Processes', 'set_torch', 'LaunchError', 'speak', 'Progress', 'watch_signals', 'SaveTimes', 'save_point',
-           'write_groups', 'read_groups', 'play_parts', 'launch', 'on_ranks', 'let_threads_sleep']
+           'Processes', 'set_torch', 'LaunchError', 'speak', 'Progress', 'sigterm_interrupts', 'watch_signals',
+           'SaveTimes', 'save_point', 'write_groups', 'read_groups', 'play_parts', 'launch', 'on_ranks',
+           'let_threads_sleep']
 
 # %% ../nbs/machinery/03_launch.ipynb #c002
 import atexit, contextlib, dataclasses, datetime, gzip, json, os, queue, re, shutil, signal, socket, subprocess, sys
@@ -425,7 +426,7 @@ class Progress:
 
 # %% ../nbs/machinery/03_launch.ipynb #c024
 @contextlib.contextmanager
-def _sigterm_interrupts():
+def sigterm_interrupts():
     "Let SIGTERM raise SystemExit, where it would end this process at once and leave others behind."
     ours = threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     if ours: signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
@@ -652,7 +653,7 @@ def launch(
     over, file = lambda: stamp() not in (None, before), f'ranks{hosts.name}.log'
     _clear(folder, hosts.name, hosts.sitting)
     try:
-        with watch_signals(folder) if saves else _sigterm_interrupts() as asked:
+        with watch_signals(folder) if saves else sigterm_interrupts() as asked:
             while True:
                 text, code = _follow(command, folder/file, say, over, grace, environment, hosts,
                                      saves and (saves, asked))

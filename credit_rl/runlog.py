@@ -903,10 +903,10 @@ def save_checkpoint(folder,    # of a run
                     write,     # write(path) fills an empty folder
                     keep=2,    # how many of the newest stay
                     name=None, # e.g. 'best': let this name point to it
-                    lighten=None): # lighten(path, folder) fills an empty folder with what stays of an old, named one
+                    lighten=None): # lighten(path, folder) fills an empty folder with what stays of an older one
     """Save a checkpoint as a whole, drop old ones, and give its path. What the run's growing files hold by then is
-    forced to the disk before, and their sizes are kept in it. One with a name that is no longer among the newest is
-    lightened, and nobody goes on from it."""
+    forced to the disk before, and their sizes are kept in it. What is older than the last two, or than the newest
+    `keep`, is lightened, and nobody goes on from it."""
     later = [at for at in _checkpoints(folder) if at > step]
     if keep < 1 or step < 0: raise ValueError(f'wanted keep >= 1 and step >= 0, got keep={keep}, step={step}')
     if later: raise ValueError(f'checkpoints of later steps {later} are there; RunLog.cut({step}) drops them')
@@ -922,9 +922,9 @@ def save_checkpoint(folder,    # of a run
         part.symlink_to(path.name)
         os.replace(part, path.with_name(name))
     named = {os.readlink(p) for p in path.parent.iterdir() if p.is_symlink()}
-    for old in list(_checkpoints(folder).values())[:-keep]:
-        if old.name not in named: _remove(old)
-        elif lighten and (old/_SIZES).exists():
+    for newer, old in enumerate(reversed(_checkpoints(folder).values())):
+        if newer >= keep and old.name not in named: _remove(old)
+        elif newer >= min(keep, 2) and lighten and (old/_SIZES).exists():
             with atomic_folder(old) as part: lighten(old, part)
     return path
 

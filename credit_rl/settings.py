@@ -281,7 +281,7 @@ _MEASURES = ('belief', 'entropy')
 @dataclass(frozen=True)
 class Checkpoints(SettingsGroup):
     "What a run goes on from."
-    keep: int = setting(2, 'newest ones kept', least=1)
+    keep: int = setting(2, 'newest ones kept; but for two, their weights alone', least=1)
     minutes: float = setting(30., 'after which one is written without a dev evaluation, at the end of a step; 0: never',
                              least=0)
     chosen_by: str = setting(None, "what of dev questions chooses the best, 'em' or 'f1'; None: exact match, or where a "

@@ -669,6 +669,7 @@ def main(arguments=None):
         pool = {'pool': host.pop('pool')} if 'pool' in host else {}
         if pool and asked: raise ValueError('a pool is of the questions of a run: give pool, or data, not both')
         runs, groups = [r for w in places for r in find_runs(w) if not is_warmup(r)], {}
+        if not runs: raise ValueError(f'wanted the folder of a run, got {" ".join(given.runs)}')
         for run in runs:
             if (run/'summary.json').exists() or len(runs) == 1:
                 count = _config_of(run, host).ranks

@@ -227,7 +227,8 @@ def test_a_fine_tuning_that_ends_on_its_way_goes_on_to_the_same_weights(shown, t
 @pytest.mark.skipif(not importlib.util.find_spec('deepspeed'), reason='deepspeed is not installed')
 @pytest.mark.parametrize('given', [
     {'stage': 3, 'deepspeed': {'zero_optimization': {'stage3_param_persistence_threshold': 0}}},
-    {'stage': 2, 'lora': {'r': 2}}], ids=['stage 3, told to end', 'stage 2, low-rank'])
+    pytest.param({'stage': 2, 'lora': {'r': 2}}, marks=pytest.mark.nightly)],
+                         ids=['stage 3, told to end', 'stage 2, low-rank'])
 def test_two_ranks_fine_tune_as_one_process_does(shown, tmp_path, given):
     words, place = shown
     settings = {name: yaml.safe_load(value) for name, value in (word.split('=', 1) for word in words)}
