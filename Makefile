@@ -302,7 +302,8 @@ long: $(VENV)/.ok-test
 small: export OMP_NUM_THREADS := 1
 small: $(VENV)/.ok-test       # every entry of the papers, by tiny models
 	@for paper in tips tspo igpo prs carl; do \
-	    $(VENV)/bin/credit-rl reproduce $$paper --small --run --draw --runs _hours/small/$$paper --out _hours/small || exit 1; done
+	    $(PY) tests/tools/judge_server.py $(VENV)/bin/credit-rl reproduce $$paper --small --run --draw \
+	        --runs _hours/small/$$paper --out _hours/small || exit 1; done
 nights: export NIGHTLY := 1
 nights: export OMP_NUM_THREADS := 1
 nights: $(VENV)/.ok-test

@@ -26,12 +26,13 @@ from credit_rl.world import make_world
 from gguf_files import small_llama
 
 
-def test_the_command_leaves_a_model_that_loads(tmp_path, root, monkeypatch):
+def test_the_command_leaves_a_model_that_loads(tmp_path, root, monkeypatch, capsys):
     monkeypatch.chdir(root)
     main([
         f'run={tmp_path / "run"}', 'model=data/tiny_base', 'questions=60', 'dev_questions=15', 'test_questions=60',
-        'threads=1', 'seed=3', 'sft.questions=24', 'sft.attempts=8', 'sft.epochs=2', 'sft.learning_rate=1e-3'
+        'threads=1', 'seed=3', 'sft.questions=24', 'sft.attempts=8', 'sft.epochs=2', 'sft.learning_rate=1e-3', 'tree=true', 'adamw.warmup=9'
     ])
+    assert 'not heeded here, but by training with a method: adamw.warmup=9, tree=True\n' in capsys.readouterr().out
     summary = json.loads((tmp_path / 'run' / 'summary.json').read_text())
     tiny = PROTOCOLS['tiny']
     assert (summary['protocol'], summary['prompt_hash']) == ('tiny', prompt_hash(tiny))

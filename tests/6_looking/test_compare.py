@@ -210,9 +210,9 @@ run_jobs([Job('a', 1, pathlib.Path(sys.argv[1]))], lambda job: [sys.executable, 
 """
 
 
-@pytest.mark.parametrize('sign, times', [(signal.SIGKILL, 1), (signal.SIGINT, 2)], ids=['killed', 'interrupted'])
+@pytest.mark.parametrize('sign, times', [(signal.SIGKILL, 1), (signal.SIGINT, 2), (signal.SIGTERM, 2)], ids=str)
 def test_a_command_that_ends_early(tmp_path, root, sign, times):
-    "Killed, its process runs on and the next command waits for it. Interrupted, it ends its process."
+    "Killed, its process runs on and the next command waits for it. Interrupted or told to end, it ends its process."
     job = Job('a', 1, tmp_path / 'a-1')
     begun = job.folder / 'begun'
     first = subprocess.Popen([sys.executable, '-c', SITTING, job.folder, PATIENT], cwd=root, stdout=subprocess.DEVNULL,

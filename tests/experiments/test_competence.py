@@ -108,6 +108,7 @@ def test_a_run_is_asked_the_questions_of_other_sets_each_by_itself(run):
     found = examine_sets(run, asked, lambda line: None, 'newest')
     assert list(found) == ['hotpotqa'] and sum(found['hotpotqa']['tiers'].values()) == 3
     assert found['hotpotqa']['step'] == 1 and 'auc' in found['hotpotqa']['critic']
+    with pytest.raises(SystemExit, match='wanted the folder of a run'): competence.main([f'pool={rows}'])   # before: nothing
     competence.main([str(run), 'data=gsm8k', f'path={rows / "gsm8k.jsonl"}', 'questions=2', '--checkpoint', 'newest'])
     kept = read_summary(run)
     assert list(kept['competence_sets']) == ['hotpotqa', 'gsm8k'] and 'competence' not in kept

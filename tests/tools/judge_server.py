@@ -1,6 +1,8 @@
 """A judge behind HTTP, on this machine: what it replies is a function's word."""
 import http.server
 import json
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -75,3 +77,16 @@ class Stub:
     def judge(self, **changes):
         setting = {'retries': 2, 'timeout': 600.0, 'concurrency': 4, **changes}
         return Judge(f'http://127.0.0.1:{self.server.server_port}/v1', 'stub', **setting)
+
+
+def pleased(prompt, attempt):
+    "What a judge may say, by what it is asked: of turns, of inventions, of the reference; every second time no."
+    if 'ratings_by_pair' in prompt: return f'ratings_by_pair={[[2, 1, 0]] * prompt.count("</tool_response>")}'
+    good, bad = ('grounded', 'invented') if 'invented' in prompt else ('Match', 'Mismatch')
+    return f'Evaluation Rating: {good if len(prompt) % 2 else bad}'
+
+
+if __name__ == '__main__':    # COMMAND …: with a judge behind it
+    with Stub(pleased) as stub:
+        judge = f'judge={{base_url: http://127.0.0.1:{stub.server.server_port}/v1, model: stub}}'
+        sys.exit(subprocess.call([*sys.argv[1:], judge]))
