@@ -64,7 +64,7 @@ help:
 	@echo 'make faults    two hundred faults at random moments, an hour or two (FAULTS="--faults 20" for fewer)'
 	@echo 'make long      two thousand steps, watched from outside, a quarter of an hour or more'
 	@echo 'make programs  ten thousand random programs in the sandbox, half an hour'
-	@echo 'make nights    the cases that make test-all leaves out, since others like them are in it, ten minutes'
+	@echo 'make nights    the cases that make test-all leaves out, since others like them are in it, half an hour'
 	@echo 'make readme    README.md from nbs/index.ipynb'
 	@echo 'make docs      the site in _docs/site: methods, notebooks, settings, results, with search; three minutes'
 	@echo 'make lab       JupyterLab on the notebooks'
@@ -302,7 +302,8 @@ long: $(VENV)/.ok-test
 small: export OMP_NUM_THREADS := 1
 small: $(VENV)/.ok-test       # every entry of the papers, by tiny models
 	@for paper in tips tspo igpo prs carl; do \
-	    $(VENV)/bin/credit-rl reproduce $$paper --small --run --draw --runs _hours/small/$$paper --out _hours/small || exit 1; done
+	    $(PY) tests/tools/judge_server.py $(VENV)/bin/credit-rl reproduce $$paper --small --run --draw \
+	        --runs _hours/small/$$paper --out _hours/small || exit 1; done
 nights: export NIGHTLY := 1
 nights: export OMP_NUM_THREADS := 1
 nights: $(VENV)/.ok-test

@@ -10,6 +10,7 @@ import os, re, subprocess, threading
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
+from .launch import sigterm_interrupts
 from .runlog import FolderInUse, check_free, has_metrics, is_stored, read_metrics, read_params
 
 # %% ../nbs/machinery/73_jobs.ipynb #j005
@@ -79,8 +80,8 @@ def run_jobs(
     say=print,    # called with a line of text when something happened
     every=60.0,   # seconds between tables of those that run
 ):
-    """Make the runs that are not done, several at a time. Returns {Job: error} of those that failed. Interrupted, it
-    ends what it started."""
+    """Make the runs that are not done, several at a time. Returns {Job: error} of those that failed. Interrupted, or
+    ended by SIGTERM, it ends what it started."""
     running, failed, lock, ending = {}, {}, threading.RLock(), threading.Event()
 
     def make(job):
@@ -101,18 +102,20 @@ def run_jobs(
                 f'{len(failed)} failed]')
 
     pool = ThreadPoolExecutor(workers)
-    try:
-        left = {pool.submit(make, job) for job in jobs if not job.done}
-        while left:
-            over, left = wait(left, every, FIRST_EXCEPTION)
-            for made in over: made.result()                             # raises what a thread raised
-            with lock:
-                if running: say(status_table(list(running), dict.fromkeys(running, 'running')))
-    finally:
-        with lock: ending.set()
-        for process in running.values(): process.terminate()            # papermill saves the notebook, ends its kernel
-        for process in running.values():
-            try: process.wait(10)
-            except subprocess.TimeoutExpired: process.kill()
-        pool.shutdown(cancel_futures=True)
+    with sigterm_interrupts():
+        try:
+            left = {pool.submit(make, job) for job in jobs if not job.done}
+            while left:
+                over, left = wait(left, every, FIRST_EXCEPTION)
+                for made in over: made.result()                         # raises what a thread raised
+                with lock:
+                    if running: say(status_table(list(running), dict.fromkeys(running, 'running')))
+        finally:
+            with lock: ending.set()
+            for process in running.values(): process.terminate()    # a training saves its step, papermill its notebook
+            try:
+                for process in running.values(): process.wait()
+            finally:                                                    # asked twice
+                for process in running.values(): process.kill()
+                pool.shutdown(cancel_futures=True)
     return failed

@@ -30,8 +30,7 @@ OPENED = ('nbs/000_tour.ipynb', 'nbs/1_rules/32_tspo.ipynb', 'nbs/figures/readme
 
 
 def leave_checkpoints():
-    """Put beside files of the checkout the copies that JupyterLab makes of what it opens: no test may mind them.
-    Returns what removes those that were not there."""
+    "Put JupyterLab's copies beside files of the checkout: no test may mind them. Returns what removes them."
     made = contextlib.ExitStack()
     for path in map(ROOT.joinpath, OPENED):
         copy = path.parent / '.ipynb_checkpoints' / f'{path.stem}-checkpoint{path.suffix}'
@@ -62,7 +61,7 @@ def pytest_addoption(parser):
 
 # ---- which tests start processes ----
 
-STARTS = re.compile(r'\b(subprocess|Popen|papermill|start_new_kernel|run_python|Process)\b')
+STARTS = re.compile(r'\b(subprocess|Popen|papermill|start_new_kernel|run_python|Process|Started)\b')
 
 
 @functools.cache
@@ -165,8 +164,7 @@ def forkservers():
 
 
 def cpu_seconds():
-    """What this process, those that it waited for and those that its tests share have used. Company on the machine
-    does not count."""
+    "Used by this process, those that it waited for and those that its tests share, whatever else runs."
     used = sum(os.times()[:4])
     for pid in [*SHARED, *forkservers()]:
         import psutil                             # kernels need it too
@@ -272,10 +270,20 @@ def finished(tmp_path_factory):
     return run
 
 
+@pytest.fixture
+def start():
+    "A function that starts a module as a process of its own (`Started`); what is left of it is ended after the test."
+    from started import Started
+    with contextlib.ExitStack() as left:
+        def one(*command, **how):
+            left.callback((process := Started(*command, **how)).kill_all)
+            return process
+        yield one
+
+
 @pytest.fixture(scope='session')
 def run_python():
-    """Run this Python with some arguments in the checkout; fails the test, with what it printed, on another exit code
-    than `code`, or where it has not ended after BOUND seconds."""
+    "Run this Python with some arguments in the checkout; fails the test on another exit code, or after BOUND seconds."
     def run(*args, code=0, env=None, cwd=ROOT):
         try:
             done = subprocess.run([sys.executable, *map(str, args)], cwd=cwd, env={**os.environ, **(env or {})},

@@ -1,5 +1,4 @@
-"""What holds for every notebook: floors, one module each, isolation, outputs. Each rule is a function that gives
-its complaints."""
+"""What holds for every notebook: floors, modules, isolation, outputs. Rules are functions that give complaints."""
 import ast
 import functools
 import json
@@ -97,8 +96,7 @@ def apart():
 
 
 def experiments_and_papers_apart(nb, numbers):
-    """Nothing outside the chapters of APART imports from them: who reads a rule or a run need not read an experiment.
-    The front pages show what experiments found."""
+    "Nothing outside APART imports from it, front pages aside: who reads a rule need not read an experiment."
     if nb.chapter in APART or nb.stem in FRONT: return
     modules = {module_of(name) for c in nb.code for name in imports(c.tree) if name.startswith('credit_rl.')}
     yield from (f'imports {name}, of a chapter apart' for name in sorted(modules & apart() - {nb.name}))
@@ -198,8 +196,7 @@ def nothing_skipped(nb, numbers):
 
 
 def clean_outputs(nb, numbers):
-    """Outputs name no folder of the machine they were made on and hold no error, and no progress bar that only a
-    kernel could draw."""
+    "Outputs hold no folder of their machine, no error, and no progress bar that only a kernel could draw."
     for c in nb.code:
         for o in c.outputs:
             if any('widget-view' in kind for kind in o.get('data', {})):

@@ -260,11 +260,16 @@ def test_what_comes_from_another_host_is_found(name, text, tmp_path):
 
 # ---- the whole build ----
 
-@without_docs
-def test_equations_become_mathml(root):
+@pytest.fixture(scope='module')
+def hooks(root):
     spec = importlib.util.spec_from_file_location('site_hooks', root / 'docs' / 'hooks.py')
-    hooks = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(hooks)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@without_docs
+def test_equations_become_mathml(hooks):
     page = '<p>$a_i$ <code>$x$</code> costs $5 and $6 or $ 7 <pre>$y$</pre>\n$$\n\\frac12\n$$ and $$b$$</p>'
     shown = hooks.with_equations(page, True)
     assert shown.count('<math') == 3 and '<code>$x$</code> costs $5 and $6 or $ 7 <pre>$y$</pre>' in shown
@@ -277,10 +282,7 @@ def test_equations_become_mathml(root):
 
 
 @without_docs
-def test_headings_called_alike_have_ids_of_their_own(root):
-    spec = importlib.util.spec_from_file_location('site_hooks', root / 'docs' / 'hooks.py')
-    hooks = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(hooks)
+def test_headings_called_alike_have_ids_of_their_own(hooks):
     page = '<h1 id="a"><a href="#a">A</a></h1><h2 id="b">B</h2>\n<h2 id="a"><a href="#a">A</a></h2>'
     twice = '<h2 id="a"><a href="#a">'
     assert hooks.with_numbered_headings(page) == page.replace(twice, twice.replace('a"', 'a_1"'))

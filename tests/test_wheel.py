@@ -1,6 +1,5 @@
 """The wheel that users get: what it holds and asks for, and what works with its base alone."""
 import re
-import shutil
 import subprocess
 import venv
 from configparser import ConfigParser
@@ -10,6 +9,7 @@ from zipfile import ZipFile
 
 import pytest
 from packaging.requirements import Requirement
+from started import copied
 
 ROOT = Path(__file__).resolve().parents[1]
 SHIPPED = ['setup.py', 'settings.ini', 'pyproject.toml', 'LICENSE', 'README.md', 'credit_rl']
@@ -18,12 +18,7 @@ SHIPPED = ['setup.py', 'settings.ini', 'pyproject.toml', 'LICENSE', 'README.md',
 @pytest.fixture(scope='session')
 def wheel(tmp_path_factory, run_python):
     "The wheel, built from a copy: no build folder is left in the checkout, and none of an earlier build gets in."
-    source, out = tmp_path_factory.mktemp('source'), tmp_path_factory.mktemp('wheel')
-    for name in SHIPPED:
-        if (ROOT / name).is_dir():
-            shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns('__pycache__'))
-        elif (ROOT / name).exists():
-            shutil.copy(ROOT / name, source / name)
+    source, out = copied(SHIPPED, tmp_path_factory.mktemp('source')), tmp_path_factory.mktemp('wheel')
     run_python('-m', 'pip', 'wheel', source, '--no-deps', '--no-build-isolation', '--no-index', '--wheel-dir', out)
     return next(out.glob('*.whl'))
 

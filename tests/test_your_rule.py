@@ -1,14 +1,13 @@
-"""nbs/your_rule.md, followed literally: its blocks become a notebook in a copy of the checkout, its line is added, its
-commands are run, and nothing else changes."""
+"""nbs/your_rule.md, followed literally in a copy of the checkout: its commands run, and nothing else changes."""
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from started import copied
 
 COPIED = ('nbs', 'credit_rl', 'data/tiny_base', 'runs/params', 'settings.ini', 'setup.py',
           'pyproject.toml', 'README.md', 'LICENSE')
@@ -27,15 +26,9 @@ def blocks(guide, language):
 
 
 @pytest.fixture(scope='module')
-def checkout(root, tmp_path_factory):
+def checkout(tmp_path_factory):
     "A copy of what the guide needs."
-    copy = tmp_path_factory.mktemp('checkout')
-    for name in COPIED:
-        source, target = root / name, copy / name
-        target.parent.mkdir(parents=True, exist_ok=True)
-        if source.is_dir(): shutil.copytree(source, target, ignore=shutil.ignore_patterns('__pycache__', '.*'))
-        else: shutil.copy(source, target)
-    return copy
+    return copied(COPIED, tmp_path_factory.mktemp('checkout'))
 
 
 def files(folder):

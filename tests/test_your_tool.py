@@ -1,5 +1,4 @@
-"""nbs/your_tool.md, followed literally: its files are written into a folder outside of the checkout, its commands run
-there; and what it says is refused is refused."""
+"""nbs/your_tool.md, followed literally outside of the checkout; what it says is refused is refused."""
 import os
 import re
 import subprocess

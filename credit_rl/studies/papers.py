@@ -8,23 +8,25 @@ __all__ = ['PAPERS', 'SEVEN', 'papers_folder', 'read_paper', 'Entry', 'entries',
            'paper_numbers', 'paper_sentences', 'reported_table', 'report']
 
 # %% ../../nbs/papers/84_papers.ipynb #t002
-import dataclasses, importlib, json, math, os, re, shlex, sys, traceback
+import dataclasses, importlib, json, math, os, re, shlex, signal, sys, traceback, zlib
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
 import yaml
+from ..dry_run import kept_bytes
 from ..environment import as_played
 from ..estimate import Load, TrainingPlan, likely_load, memory, read_sizes, step_seconds
 from ..evaluate import Evaluation, check_evaluation, read_manifest, read_scores, set_names
 from ..jobs import Job, last_words, run_jobs
 from ..options import dotted, flat, options_in
 from ..parameters import by_group, from_settings, make_parser, read_settings
-from ..prepare import Warming
-from ..runlog import MAY_CHANGE, FolderInUse, check_free, read_params, read_summary
+from ..prepare import Warming, warm_work
+from ..runlog import MAY_CHANGE, FolderInUse, check_free, lasting, read_params, read_summary
 from ..settings import Config
 from ..setup import load_of, plan_of
+from ..sft import Imitation, Tuning, tuning_work
 from .longform import JudgeChoice
 
 # %% ../../nbs/papers/84_papers.ipynb #r002
@@ -83,20 +85,21 @@ def find_entry(paper, name):
                      f'{spec["figures"]}')
 
 def count_states():
-    "How many tables and figures are in each state: a pandas DataFrame, a row for each paper and one for all."
+    "How many tables and figures of each paper are in each state: a pandas DataFrame."
     import pandas as pd
-    states = ('as meant', 'differs', 'by others', 'not measured')
-    table = pd.DataFrame({p: {s: sum(e.state == s for e in entries(p)) for s in states} for p in PAPERS}).T
-    table.loc['all'] = table.sum()
-    return table.assign(all=table.sum(axis=1))
+    states, found = ('as meant', 'differs', 'by others', 'not measured'), [e for p in PAPERS for e in entries(p)]
+    table = pd.crosstab([[e.paper for e in found], [e.name.split()[0] + 's' for e in found]], [[e.state for e in found]],
+                        rownames=['paper', ''], colnames=[None], margins=True, margins_name='all')
+    return table.reindex(index=[*PAPERS, 'all'], level=0)[[*states, 'all']]
 
 # %% ../../nbs/papers/84_papers.ipynb #w002
 _FREE = {*MAY_CHANGE, 'warm_steps', 'path', 'corpus', 'other_corpus', 'engine', 'vllm', 'learner.kind', 'learner.stage',
          'learner.deepspeed', 'learner.checkpointing', 'dtype', 'row_tokens', 'batch', 'log.rollouts', 'critic.warmed',
          'torch.tf32', 'train_from', 'pool', 'log.pool'
          } - {'steps', 'warm_steps'}   # settings that change no result, or that a folder's name has already
-_KINDS = {'train': (Config,), 'warmup': (Warming,), 'evaluate': (Evaluation,), 'pool': (Evaluation,),
+_KINDS = {'train': (Config,), 'sft': (Tuning,), 'warmup': (Warming,), 'evaluate': (Evaluation,), 'pool': (Evaluation,),
           'longform': (JudgeChoice, Evaluation)}
+_MAKES = ('train', 'sft', 'warmup')      # a model
 _LOGS = ('export', 'competence')   # whose folder here holds the log alone
 
 @dataclass(frozen=True)
@@ -131,7 +134,7 @@ class Work(Job):
     @property
     def resumed(self):
         "What is said besides where it was begun: list of str."
-        return ['resume=true'] * (self.method in ('train', 'warmup') and (self.folder/'params.yaml').exists())
+        return ['resume=true'] * (self.method in _MAKES and (self.folder/'params.yaml').exists())
 
     @property
     def command(self): return shlex.join(['credit-rl', *self.words])
@@ -147,12 +150,20 @@ class Work(Job):
         "All its settings: a Config, Warming or Evaluation. Raises ValueError on what the verb would refuse."
         kind, judging = _KINDS[self.method][-1], options_in(JudgeChoice)
         plain = {n: v for n, v in self.given.items() if n not in judging or n in options_in(kind)}
-        return from_settings(kind, as_played(plain, kind, None))
+        c = from_settings(kind, as_played(plain, kind, None))
+        if self.method != 'sft': return c
+        return dataclasses.replace(c, sft=dataclasses.asdict(from_settings(Imitation, c.sft)))
+
+    @property
+    def source(self):
+        "The work that made its model, or itself: Work."
+        return self if self.method in _MAKES or not self.after else self.after[0].source
 
     @property
     def judged(self):
         "Whether it asks a judge."
-        return self.method == 'longform' or 'judge' in self.settings.get('options', {}) or any(w.judged for w in self.after)
+        own = self.method == 'longform' or 'judge' in self.settings.get('options', {})
+        return own or any(w.judged for w in self.after)
 
     def check(self):
         "Refuse what the verb would refuse on any host: nothing is looked for here. Raises ValueError."
@@ -165,16 +176,18 @@ class Work(Job):
         "What a folder that is there was made with instead: list of str, empty where it fits or nothing is there."
         if self.method in _LOGS or not self.done: return []
         other = []
-        if self.method in ('train', 'warmup'): found = [read_params(self.folder)]
+        if self.method in _MAKES: found = [read_params(self.folder)]
         else:
             about = [read_manifest(self.folder/n) for n in read_scores(self.folder)]
             found, hashes = [m['settings'] for m in about], {m['prompt_hash'] for m in about}
-            own = self.after and (read_summary(self.after[0].after[0].folder) or {}).get('prompt_hash')
+            own = self.after and (read_summary(self.source.folder) or {}).get('prompt_hash')
             if own and hashes - {own}: other = [f'its prompt is {hashes.pop()}, that of the training {own}']
-        asked, same = flat(self.config), lambda n, v: Path(str(v)).name if n == 'model' else json.dumps(v, default=str)
+        free = {*_FREE, 'data', *['method'] * (self.method == 'sft')}
+        asked = flat(self.config)
+        same = lambda n, v: Path(str(v)).name if n == 'model' else json.dumps(lasting(v), default=str)
         return other + list(dict.fromkeys(
             f'{n} is {made[n]!r}, wanted {v!r}' for made in found for n, v in asked.items()
-            if n in made and n not in _FREE and n != 'data' and same(n, made[n]) != same(n, v)))
+            if n in made and n not in free and same(n, made[n]) != same(n, v)))
 
     @property
     def state(self):
@@ -186,7 +199,7 @@ class Work(Job):
 
 # %% ../../nbs/papers/84_papers.ipynb #w004
 _KEPT = ('method', 'options', 'loss', 'average', 'epochs', 'minibatches', 'kl', 'teacher.model', 'teacher.every', 'measure',
-         'critic.kind', 'collected', 'must_pass', 'critic.mix', 'baseline', 'greedy', 'metric', 'temperature', 'tries')
+         'critic.kind', 'collected', 'must_pass', 'critic.mix', 'judge', 'baseline', 'greedy', 'metric', 'temperature', 'tries')
 _ROWS = {'nq': 'nq.jsonl', 'triviaqa': 'triviaqa.json', 'popqa': 'popqa.tsv', 'musique': 'musique.jsonl',
          '2wikimultihopqa': '2wikimultihopqa.json', 'bamboogle': 'bamboogle.csv', 'gsm8k': 'gsm8k.jsonl',
          'finqa': 'finqa.json', 'browsecompplus': 'browsecompplus.jsonl', 'pairs': 'pairs.jsonl',
@@ -198,16 +211,17 @@ _TINY_CARL = dict(_TINY, model='data/tiny_carl', protocol='carl-tiny', turn_toke
                   world={'hops': [1, 2], 'twins': True, 'nothing': .125, 'sibling': .125, 'lost': .1})
 _TINY_WARM = dict(per_tier=20, clusters=4, warm_steps=2, warm_least=1, warm_every=1, warm_batch=64, warm_rise=1,
                   must_pass=False)
+_TINY_SFT = {'sft.questions': 8, 'sft.attempts': 4, 'sft.epochs': 1, 'sft.calls': True}
 
 def _small_settings(verb, own, carl=False):  # a verb; what a file and an entry set; whether the paper is CARL
     "The settings of a small run or evaluation that has the same rule: dict."
     kept = {n: v for n, v in own.items() if n in _KEPT and v is not None}
-    if verb in ('train', 'warmup'):
+    if verb in _MAKES:
         if '/' in kept.get('teacher.model', ''): kept['teacher.model'] = 'data/tiny_weak'
         if 'minibatches' in kept: kept['minibatches'] = min(4, kept['minibatches'])
         tiny = {n: v for n, v in (_TINY_CARL if carl else _TINY).items()
                 if verb == 'train' or n not in ('steps', 'eval_every')}
-        return kept | tiny | (_TINY_WARM if verb == 'warmup' else {})
+        return kept | tiny | {'warmup': _TINY_WARM, 'sft': _TINY_SFT}.get(verb, {})
     rows = papers_folder().parent/'rows'
     # what its runs train on
     if verb == 'pool' and own['split'] == 'train': return kept | {'data': str(rows/'tiny.jsonl'), 'turn_tokens': 40}
@@ -249,39 +263,43 @@ class RunRow:
         return [f'{w.folder}: {w.state}' for w in self.works if w.state != 'done']
 
 def _folder_name(file, changes):  # str; dict
-    "A folder's name, by a file and what is set over it: str."
+    "A folder's name, by a file and what is set over it, cut to 80 characters where there is much: str."
     text = lambda v: Path(v).name if isinstance(v, str) else re.sub(r'[^\w.+-]+', '_', json.dumps(v)).strip('_')
-    return ','.join([file, *(f'{n.removeprefix("options.")}={text(v)}' for n, v in changes.items() if n not in _FREE)])
+    name = ','.join([file, *(f'{n.removeprefix("options.")}={text(v)}' for n, v in changes.items() if n not in _FREE)])
+    return name if len(name) <= 80 else f'{name[:71]}~{zlib.crc32(name.encode()):08x}'
 
 class _Planner:
     "Makes the works of a paper's runs and tests."
     def __init__(self, paper, root, small, over):
         self.paper, self.spec, self.root, self.small = paper, read_paper(paper), Path(root), small
         self.tested = {n[6:]: v for n, v in over.items() if n.startswith('tests.')}
-        self.trained = {n: v for n, v in over.items() if not n.startswith('tests.')}
+        self.trained = {n: v for n, v in over.items() if n != 'judge' and not n.startswith('tests.')}
+        self.judge = over.get('judge')
 
     def _work(self, verb, file, changes, over, after=(), seed=0, suffix=''):
         known = {n for kind in _KINDS[verb] for n in options_in(kind)}
         over = {n: v for n, v in over.items() if n.partition('.')[0] in known}
         name = _folder_name(file, {**changes, **over}) + suffix
+        own = dotted(yaml.safe_load(Path(settings_file(file)).read_text(encoding='utf-8')))
+        asks = {'judge': 'judge' in own, 'options.judge': 'judge' in {**own, **changes}.get('options', {})}
+        judge = {n: self.judge for n in asks if self.judge and asks[n]}
         if self.small:
-            own = dotted(yaml.safe_load(Path(settings_file(file)).read_text(encoding='utf-8')))
             whole = {**own, **{n: v for n, v in changes.items() if not n.startswith('options.')}}
-            for n, v in changes.items():
+            for n, v in {**changes, **judge}.items():
                 if n.startswith('options.'): whole['options'] = {**whole.get('options', {}), n.partition('.')[2]: v}
-            given = _small_settings(verb, whole, self.paper == 'carl')
+            given = _small_settings(verb, {**whole, **judge}, self.paper == 'carl')
             own = ('critic.warmed', 'seed', 'pool', 'log.pool', *['model'] * (verb in ('evaluate', 'longform')),
                    *['model', 'protocol', 'split'] * (verb == 'pool'))
             given |= {n: changes[n] for n in own if n in changes}
             return Work(verb, seed, self.root/name, {**given, **over}, None, after)
         # options of another method
         dropped = {'options': {}} if 'method' in changes and 'options' not in changes else {}
-        return Work(verb, seed, self.root/name, {**dropped, **changes, **over}, file, after)
+        return Work(verb, seed, self.root/name, {**dropped, **changes, **over, **judge}, file, after)
 
     def train(self, name, seed=None):
         "The work of a run, with its warm-up and what that reads before it; None of an untrained model."
         own = dict(self.spec['runs'][name])
-        verb = next((v for v in ('warmup', 'train', 'pool') if v in own), None)
+        verb = next((v for v in ('warmup', 'train', 'sft', 'pool') if v in own), None)
         if not verb: return None
         file, after, seeds = own.pop(verb), (), own.pop('seeds', [None])
         seed = None if self.small else seed or seeds[0]
@@ -291,6 +309,9 @@ class _Planner:
             work = self._work(verb, file, own, {n: v for n, v in self.trained.items() if n in _FREE})
             named = {n: own[n] for n in ('model', 'split')}
             return dataclasses.replace(work, folder=self.root/_folder_name(verb, named))
+        if verb == 'sft':
+            work = self._work(verb, file, own, self.trained)
+            return dataclasses.replace(work, folder=self.root/f'{_folder_name(file, self.trained)},sft')
         if pools := own.pop('pool', ()):        # the tiny world's questions, of all parts, are in the first
             after = tuple(self.train(n) for n in pools[:1 if self.small else None])
             own['pool'] = [str(w.folder) for w in after]
@@ -327,7 +348,7 @@ class _Planner:
         if verb == 'longform' and not self.small and Path(self.trained.get('path', '.')).is_file():
             raise ValueError(f'path is the file {self.trained["path"]}, so a run would be judged on what it was trained '
                              'on: give a folder with a file for each split, train and test')
-        before = [self.export(made, step)] if made else []
+        before = [made if made.method == 'sft' else self.export(made, step)] if made else []
         model = str(before[0].folder/'model') if made else str(self.root/'bytes') if self.small else model
         own = {'model': model, **own}
         who = before[0].folder.name if made else Path(model).name
@@ -385,25 +406,30 @@ def all_works(rows):  # list of RunRow
 # %% ../../nbs/papers/84_papers.ipynb #w009
 _QUESTIONS = {'nq': 3610, 'triviaqa': 11313, 'popqa': 14267, 'hotpotqa': 7405, '2wikimultihopqa': 12576,
               'musique': 2417, 'bamboogle': 125, 'gsm8k': 1319, 'finqa': 1147, 'browsecompplus': 830}   # reported on
-_TRAINING = {'hotpotqa': 90447, '2wikimultihopqa': 167454, 'gsm8k': 7473}
+_TRAINING = {'hotpotqa': 90447, '2wikimultihopqa': 167454, 'gsm8k': 7473}   # both as the sets' own files have them
 
 def price(work):
     "GPU-hours and bytes on disk of a work: (float, float), NaN where the sizes of its model are not here."
     if work.method == 'competence': return math.nan, 0.
-    source = next((w for w in _in_order([work]) if w.method in ('train', 'warmup')), work)
-    try: sizes = read_sizes(source.config.model)
+    try: sizes = read_sizes(work.source.config.model)
     except (OSError, ImportError, ValueError): return math.nan, math.nan   # a name on the hub, and no network
-    c = source.config if work.method == 'export' else work.config
+    c = (work.source if work.method == 'export' else work).config
     if work.method == 'export': return 0., sizes.parameters * (4 if c.dtype == 'float32' else 2)
-    if isinstance(c, Config):
+    if work.method in _MAKES:
         c = dataclasses.replace(c, critic=dataclasses.replace(c.critic, warmed=None))          # it may not be there yet
-        plan, steps = plan_of(c), getattr(c, 'warm_steps', c.steps)
-        one, needs = step_seconds(sizes, plan, likely_load(load_of(c), ()), c.tflops or 120), memory(sizes, plan)
-        return (sum(one.values()) * steps * plan.ranks / 3600,
-                (min(c.checkpoints.keep, c.steps // c.eval_every + 1) + 1) * needs['checkpoint'] + needs['best'])
+        plan, saves, tflops = plan_of(c), c.steps // c.eval_every + 1, c.tflops or 120
+        took = lambda load: step_seconds(sizes, plan, load, tflops)
+        if work.method == 'train': seconds = c.steps * sum(took(likely_load(load_of(c), ())).values())
+        else:
+            if work.method == 'warmup': (plan, played, each, updates), saves = warm_work(c), 2
+            else: (plan, played, _, updates), each, saves = tuning_work(c, Imitation(**c.sft)), c.sft['batch'], 1
+            of = lambda n: took(Load(n * c.max_tokens // 2, c.max_tokens // 2))
+            seconds = of(played)['acting'] + updates * (of(each)['learning'] + of(each)['updating'])
+        return seconds * plan.ranks / 3600, kept_bytes(memory(sizes, plan), min(c.checkpoints.keep, saves))[2]
     known = _TRAINING if c.split == 'train' else _QUESTIONS
     asked = c.tries * sum(min(c.questions or math.inf, known.get(n, 500)) for n in set_names(c.data))
-    plan, most = TrainingPlan(ranks=c.ranks, width=2, gpu=True), c.max_tokens // 2
+    # a pool's answers are a turn each
+    plan, most = TrainingPlan(ranks=c.ranks, width=2, gpu=True), (c.max_tokens if c.tries == 1 else c.turn_tokens) // 2
     hours = step_seconds(sizes, plan, Load(asked * most, most), 120)['acting'] * c.ranks / 3600
     return hours, (3e4 if c.tries == 1 else 200.) * asked
 
@@ -435,6 +461,7 @@ def _make_here(work):
         except Exception: code = traceback.print_exc() or 1
         if isinstance(code, str): print(code)
     if code == 130: raise KeyboardInterrupt
+    if code == 128 + signal.SIGTERM: sys.exit(code)
     return {} if work.done and not code else {work: last_words(work.folder)}
 
 def make_works(

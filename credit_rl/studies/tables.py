@@ -7,7 +7,8 @@ __all__ = ['DRAWINGS', 'set_values', 'score_table', 'time_table', 'teacher_shape
            'reward_table', 'curve_figure', 'stack_figure', 'draw_rows', 'main', 'tables_main']
 
 # %% ../../nbs/papers/85_tables.ipynb #u002
-import math, re, signal, sys, textwrap
+import math, re, sys, textwrap
+from dataclasses import replace
 from pathlib import Path
 import numpy as np, torch, yaml
 from ..compare import curves, load_runs, seed_curves
@@ -777,9 +778,12 @@ def _entry_lines(
 
 def _reproduce(entry, given, over):
     "What the command does with one entry. Returns whether all went well."
+    if odd := {*given.rows} - {*entry.rows}:
+        raise ValueError(f'{entry.paper}, {entry.name} has no row {", ".join(odd)}: it has {", ".join(entry.rows)}')
+    entry = replace(entry, rows={n: row for n, row in entry.rows.items() if n in (given.rows or entry.rows)})
     rows = plan_entry(entry, given.runs, given.small, over) if entry.draw else []
-    if given.small and any(w.judged for w in all_works(rows)):
-        print(f'== {entry.paper}, {entry.name}: it asks a judge, so it is left out of --small\n')
+    if given.small and 'judge' not in over and any(w.judged for w in all_works(rows)):
+        print(f'== {entry.paper}, {entry.name}: it asks a judge, and none is given: judge={{base_url: …, model: NAME}}\n')
         return True
     if given.run:
         failed = make_works(all_works(rows), here=given.small)
@@ -802,6 +806,7 @@ def main(arguments=None, draw=False):  # list of str; None: the command line's; 
     add('paper', choices=PAPERS, help='whose')
     add('words', nargs='*', metavar='entry', help="such as 'table 4'; none: all; and settings over those of the files, "
         'as in path=DATA ranks=4, steps=3 (of what is trained), tests.questions=20 (of evaluations)')
+    add('--rows', nargs='+', metavar='LABEL', default=[], help='of an entry, these alone')
     add('--run', action='store_true', help='make what is missing, in order; given again it goes on')
     add('--draw', action='store_true', help='draw what is made, beside what the paper reports')
     add('--small', action='store_true', help='tiny models and worlds: to see that it goes through')
@@ -828,5 +833,4 @@ def tables_main(arguments=None):  # as for main
     return main(arguments, draw=True)
 
 if __name__ == '__main__' and '__file__' in globals():  # a notebook has no file
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     sys.exit(main())

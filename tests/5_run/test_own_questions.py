@@ -1,5 +1,4 @@
-"""A file of one's own questions and a folder of documents: what is read, who is trained on, and what is said of what was
-seen before."""
+"""A file of one's own questions, a folder of documents: what is read, trained on, and said of what was seen before."""
 import io
 import json
 import re
@@ -72,8 +71,7 @@ def test_what_says_nothing_of_a_file_is_refused(place, given, message):
 
 
 def test_what_was_demonstrated_is_not_evaluated_without_a_word(place, root, tmp_path, capsys):
-    """Demonstrations with other held-out questions: a question keeps its part, so none is evaluated. A file that names
-    other parts is told of."""
+    "A question keeps its part, so none is evaluated. A file that names other parts is told of."
     demos_main([*words(place, root), f'run={tmp_path / "demos"}'])
     shown = {row['trajectory']['question']['text'] for row in read_turns(tmp_path / 'demos')}
     sft_main([*words(place, root), 'dev_questions=9', 'test_questions=9', f'run={tmp_path / "sft"}',

@@ -41,13 +41,6 @@ def test_a_new_setting_is_one_line():
     with pytest.raises(ValueError, match="'photos'"): from_settings(new, {'fotos': 1})
 
 
-def test_a_config_is_each_of_its_groups():
-    config = make_config({'method': 'grpo', 'prompt_tokens': 100, 'response_tokens': 28, 'minibatches': 3})
-    assert all(isinstance(config, group) for group in Config.__bases__)
-    assert (config.max_tokens, config.optimiser.minibatches) == (128, 3) and config.sampling.max_tokens == 24
-    assert dataclasses.replace(config, max_tokens=None).max_tokens == 128
-
-
 def test_a_name_of_before_is_read_as_the_setting_of_today():
     "Every one of them leads to a setting, in a dict, on a command line, and over what a file says."
     options = flat_options(Warming) | flat_options(Evaluation)

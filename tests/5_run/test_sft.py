@@ -26,12 +26,13 @@ from credit_rl.world import make_world
 from gguf_files import small_llama
 
 
-def test_the_command_leaves_a_model_that_loads(tmp_path, root, monkeypatch):
+def test_the_command_leaves_a_model_that_loads(tmp_path, root, monkeypatch, capsys):
     monkeypatch.chdir(root)
     main([
         f'run={tmp_path / "run"}', 'model=data/tiny_base', 'questions=60', 'dev_questions=15', 'test_questions=60',
-        'threads=1', 'seed=3', 'sft.questions=24', 'sft.attempts=8', 'sft.epochs=2', 'sft.learning_rate=1e-3'
+        'threads=1', 'seed=3', 'sft.questions=24', 'sft.attempts=8', 'sft.epochs=2', 'sft.learning_rate=1e-3', 'tree=true', 'adamw.warmup=9'
     ])
+    assert 'not heeded here, but by training with a method: adamw.warmup=9, tree=True\n' in capsys.readouterr().out
     summary = json.loads((tmp_path / 'run' / 'summary.json').read_text())
     tiny = PROTOCOLS['tiny']
     assert (summary['protocol'], summary['prompt_hash']) == ('tiny', prompt_hash(tiny))
@@ -226,7 +227,8 @@ def test_a_fine_tuning_that_ends_on_its_way_goes_on_to_the_same_weights(shown, t
 @pytest.mark.skipif(not importlib.util.find_spec('deepspeed'), reason='deepspeed is not installed')
 @pytest.mark.parametrize('given', [
     {'stage': 3, 'deepspeed': {'zero_optimization': {'stage3_param_persistence_threshold': 0}}},
-    {'stage': 2, 'lora': {'r': 2}}], ids=['stage 3, told to end', 'stage 2, low-rank'])
+    pytest.param({'stage': 2, 'lora': {'r': 2}}, marks=pytest.mark.nightly)],
+                         ids=['stage 3, told to end', 'stage 2, low-rank'])
 def test_two_ranks_fine_tune_as_one_process_does(shown, tmp_path, given):
     words, place = shown
     settings = {name: yaml.safe_load(value) for name, value in (word.split('=', 1) for word in words)}

@@ -1,5 +1,4 @@
-"""Whole runs: what is refused before anything is computed, that a run repeats itself, and that one killed anywhere
-ends as if it had not been."""
+"""Whole runs: what is refused before anything is computed, and that one killed anywhere ends as if it had not been."""
 import dataclasses
 import errno
 import gzip
@@ -12,7 +11,6 @@ import re
 import resource
 import shutil
 import signal
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -41,19 +39,10 @@ from credit_rl.trajectory import Group, Question, example_group, trajectory_from
 from credit_rl.view import show_rollout
 from credit_rl.warmup import WarmupRollouts
 from made_runs import BASE, SHORT
+from started import typed
 
 ROOT = Path(__file__).resolve().parents[2]
 SHORT = {**SHORT, 'steps': 4}
-
-
-def command(settings):
-    "The run as one types it."
-    return [sys.executable, '-m', 'credit_rl.train', *(f'{k}={json.dumps(v)}' for k, v in settings.items())]
-
-
-def on_a_cpu():
-    "The environment of a run on the CPU: the same numbers everywhere."
-    return {**os.environ, 'CUDA_VISIBLE_DEVICES': '', 'PYTHONUNBUFFERED': '1'}
 
 
 def test_of_the_best_checkpoint_the_weights_stay(tmp_path, monkeypatch):
@@ -88,7 +77,6 @@ def test_after_three_steps_a_run_says_what_was_foretold(tmp_path, monkeypatch):
         return {'acting': 2., 'reading': 0., 'learning': 3.}
     monkeypatch.setattr(training, 'foretell', foretell)
     monkeypatch.setattr(training, 'is_large', lambda model: True)
-    monkeypatch.setattr(training, 'forecast', lambda s: [])
     said = []
     folder = train({**SHORT, 'steps': 3, 'eval_every': 3, 'questions_per_step': 2, 'group_size': 2, 'track': '',
                     'run': str(tmp_path / 'run')}, said.append)
@@ -145,13 +133,6 @@ def test_a_run_tells_how_it_goes(whole):
         if row['kind'] == 'train')
 
 
-@pytest.mark.long
-def test_the_same_settings_give_the_same_run(whole, tmp_path):
-    "Another process, in another folder: the same metrics and the same rollouts."
-    assert sit({**SHORT, 'run': str(tmp_path / 'again')}) == 0
-    assert_same(whole, tmp_path / 'again')
-
-
 @pytest.fixture
 def alone(finished):
     "A function of a method to the folder of a run with one attempt a question."
@@ -176,8 +157,7 @@ context.set_forkserver_preload(['credit_rl.train', 'transformers.models.qwen2.mo
 
 
 def deadly(owner, name, count, matches=lambda *args: True, before=lambda *args: None):
-    """Make the `count`-th call of `owner.name` that `matches` the process's last deed; `before` is called with its
-    arguments."""
+    "Make the `count`-th call of `owner.name` that `matches` the process's last deed, after `before`(its arguments)."
     call, left = getattr(owner, name), [count]
 
     def counted(*args, **kwargs):
@@ -218,13 +198,14 @@ DEATHS = {
     ),
     'while the next step is played': lambda: deadly(Learner, 'step', 3),   # where playing runs ahead
 }
-# those that every run meets
-ANYWHERE = [death for death in DEATHS if 'third' not in death and 'next step' not in death]
+# those that every run meets; two of them by day
+BY_DAY = 'in the middle of the metrics of step 2, before its checkpoint', 'with everything done but the summary'
+ANYWHERE = [pytest.param(death, marks=[pytest.mark.nightly] * (death not in BY_DAY)) for death in DEATHS
+            if 'third' not in death and 'next step' not in death]
 
 
 def sitting(settings, death=None, rising=False):
-    """A run, or the rest of one, in a process of its own. `rising`: pretend that the dev score rises with each step,
-    so that each checkpoint is the best."""
+    "A run, or the rest of one, in a process. `rising`: as if each step's dev score were better, so the best is new."
     sys.stdout = sys.stderr = open(os.devnull, 'w')
     torch.cuda.is_available = lambda: False
     if rising:
@@ -258,38 +239,18 @@ def test_a_killed_run_ends_as_if_it_had_not_been(whole, tmp_path, death):
     assert_same(whole, tmp_path / 'killed')
 
 
-@pytest.mark.long
-def test_the_command_is_killed_and_resumed(whole, tmp_path):
-    settings = {**SHORT, 'run': str(tmp_path / 'killed')}
-    run = subprocess.Popen(command(settings), cwd=ROOT, env=on_a_cpu(), stdin=subprocess.DEVNULL,
-                           stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    for line in run.stdout:
-        if line.startswith('step 3/4'):
-            break
-    run.kill()
-    run.communicate()
-    assert run.returncode == -signal.SIGKILL
-    assert latest_checkpoint(tmp_path / 'killed')[0] == 2 and not (tmp_path / 'killed' / 'summary.json').exists()
-    assert sit({**settings, 'resume': True}) == 0
-    assert_same(whole, tmp_path / 'killed')
-
-
 @pytest.mark.skipif(not hasattr(resource, 'prlimit'), reason='limits of another process are set on Linux alone')
 @pytest.mark.long
-def test_a_disk_that_takes_no_more_ends_a_run_in_a_line(whole, tmp_path):
-    """Said are the file, what stands in the way and what stays; with room again the run goes on, to the very numbers
-    of a whole one."""
+def test_a_disk_that_takes_no_more_ends_a_run_in_a_line(start, whole, tmp_path):
+    "File, reason and what stays are said; with room again the numbers are those of a whole run."
     settings = {**SHORT, 'run': str(tmp_path / 'run')}
-    run = subprocess.Popen(command({**settings, 'track': ''}), cwd=ROOT, env=on_a_cpu(), stdin=subprocess.DEVNULL,
-                           stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    for line in run.stdout:
-        if line.startswith('base: EM'):                                # the first checkpoint is there
-            resource.prlimit(run.pid, resource.RLIMIT_FSIZE, (300_000, 300_000))
-            break
-    said = run.communicate()[0]
+    run = start('credit_rl.train', *typed({**settings, 'track': ''}), OMP_NUM_THREADS=None)
+    run.read_until('base: EM')                                         # the first checkpoint is there
+    resource.prlimit(run.pid, resource.RLIMIT_FSIZE, (300_000, 300_000))
+    code, said = run.end()
     kept = latest_checkpoint(tmp_path / 'run')[0]
     message = said.splitlines()[-1]
-    assert run.returncode == 1 and 'Traceback' not in said and not (tmp_path / 'run' / 'summary.json').exists(), said
+    assert code == 1 and 'Traceback' not in said and not (tmp_path / 'run' / 'summary.json').exists(), said
     assert message.startswith(f'credit_rl.train: the checkpoint {tmp_path}/run/checkpoints/step-00000{kept + 2} could '
                               'not be written (RuntimeError: '), said
     for words in ('GB free', 'the file size limit is 0.3 MB', 'earlier checkpoints are kept', 'resume=True'):
@@ -308,6 +269,7 @@ def test_another_failure_while_a_checkpoint_is_written_is_no_matter_of_the_disk(
 
 
 @pytest.mark.long
+@pytest.mark.nightly
 def test_killed_between_a_best_checkpoint_and_its_name(tmp_path):
     "The checkpoint that is the best so far is on the disk, but its name still points to the one before."
     assert sit({**SHORT, 'run': str(tmp_path / 'whole')}, rising=True) == 0
@@ -334,14 +296,6 @@ def idle(monkeypatch):
 
 
 @pytest.mark.long
-def test_a_finished_run_is_only_shown_again(whole, idle, tmp_path):
-    folder = shutil.copytree(whole, tmp_path / 'copy', symlinks=True)
-    before = {p: p.read_bytes() for p in folder.rglob('*') if p.is_file()}
-    assert train({**SHORT, 'run': str(folder), 'resume': True}) == folder
-    assert {p: p.read_bytes() for p in folder.rglob('*') if p.is_file()} == before
-
-
-@pytest.mark.long
 def test_a_finished_run_is_not_shown_as_another(whole, idle, tmp_path):
     folder = shutil.copytree(whole, tmp_path / 'copy', symlinks=True)
     with pytest.raises(ValueError, match="'tspo'"):
@@ -350,15 +304,6 @@ def test_a_finished_run_is_not_shown_as_another(whole, idle, tmp_path):
     del params['stop.collapse']                                             # as if an older version had made it
     (folder / 'params.yaml').write_text(yaml.safe_dump(params))
     assert train({**SHORT, 'run': str(folder), 'resume': True}) == folder
-
-
-@pytest.mark.long
-def test_more_steps_go_on_from_where_a_run_ended(whole, tmp_path):
-    "Two steps, then two more: the run of four. What the first sitting said at its end is gone."
-    settings = {**SHORT, 'run': str(tmp_path / 'longer')}
-    assert sit({**settings, 'steps': 2}) == 0
-    assert sit({**settings, 'resume': True}) == 0
-    assert_same(whole, tmp_path / 'longer')
 
 
 # ---- bad input ----
@@ -392,8 +337,6 @@ def bad(tmp_path):
 
 
 REFUSED = {
-    'unknown method': (dict(method='tsop'), 'tspo'),
-    'unknown parameter': (dict(metod='grpo'), 'method'),
     'unknown option of the method': (dict(options={'alhpa': 1.0}), 'alpha'),
     'wrong kind of value': (dict(steps='many'), 'many'),
     'model folder without tokenizer': (dict(model='no_tokenizer'), 'tokenizer'),
@@ -405,7 +348,6 @@ REFUSED = {
     'no questions': (dict(data='hotpotqa', path='no_questions'), 'questions'),
     'too few questions': (dict(data='hotpotqa', path='one.json'), 'least'),
     'no such path': (dict(data='hotpotqa', path='nowhere'), 'nowhere'),
-    'unknown data set': (dict(data='hotpotqua'), "'hotpotqa'"),
     'real data, tiny model': (dict(data='hotpotqa', path='one.json', model='tiny'), 'folder'),
     'one attempt and a group norm': (dict(group_size=1), 'group_size'),
     'no turns': (dict(max_turns=0), 'max_turns'),
@@ -590,8 +532,7 @@ def test_a_dry_run_of_a_warm_up_plays_nothing(monkeypatch, tmp_path, capsys, spo
     settings = dict(model=spoken, max_tokens=8192, run=str(tmp_path / 'run'), data='hotpotqa',
                     path=str(ROOT / 'data' / 'hotpotqa_sample.json'), dev_questions=1, test_questions=1, questions=100,
                     protocol='carl', max_turns=4, per_tier=10, warm_steps=7, warm_least=5, dry_run=True)
-    typed = [f'{k}={json.dumps(v)}' for k, v in settings.items()]
-    preparing.main(typed)
+    preparing.main(typed(settings))
     said = capsys.readouterr().out
     # 101 · 5 tries, and of train and dev 20 each under 3 prompts
     for words in (f'{read_sizes(spoken).parameters:,} parameters', 'memory of a rank, at least', '7 steps',
@@ -618,7 +559,7 @@ def test_a_warm_up_without_its_package_is_refused_first(monkeypatch, tmp_path):
 def test_a_large_warm_up_tells_first_what_it_needs(monkeypatch, tmp_path):
     def begin(c, say, ranks): raise KeyboardInterrupt
     monkeypatch.setattr(preparing, '_prepare', begin)
-    monkeypatch.setattr(preparing, 'is_large', lambda c: True)
+    monkeypatch.setattr(staging, 'is_large', lambda c: True)
     lines = []
     with pytest.raises(KeyboardInterrupt):
         preparing.prepare(dict(model=BASE, protocol='carl-tiny', run=str(tmp_path / 'run')), say=lines.append)
@@ -673,14 +614,14 @@ SERVED = {   # what is refused of vLLM's own servers, by a word of the message
 @pytest.mark.parametrize('word', SERVED)
 def test_servers_that_cannot_act_are_refused(word):
     config = training.make_config({'model': BASE, 'engine': 'served', **SERVED[word]})
-    with pytest.raises(ValueError, match=word.strip()): training.check(config)
+    with pytest.raises(ValueError, match=word.strip()): staging.check(config)
 
 
 @pytest.mark.parametrize('name', ['tensor_parallel_size', 'pipeline_parallel_size'])
 def test_a_model_over_several_gpus_is_refused_where_a_rank_has_one(name):
     config = training.make_config(dict(model=BASE, engine='vllm', learner='deepspeed', ranks=2,
                                        vllm={'arguments': {name: 2}}))
-    with pytest.raises(ValueError, match=f'has one GPU for its vLLM, got {name}=2'): training.check(config)
+    with pytest.raises(ValueError, match=f'has one GPU for its vLLM, got {name}=2'): staging.check(config)
 
 
 def test_an_estimate_counts_what_vllm_makes_the_learner_read():
@@ -720,20 +661,25 @@ def test_a_gradient_that_is_not_finite_ends_a_run_and_keeps_what_made_it(tmp_pat
 
 # ---- collapse ----
 
-def test_a_collapsed_answer_rate_stops_the_run(monkeypatch, tmp_path):
-    """After step 5 the model is wiped and babbles evenly; nothing is answered any more, and the run says so and ends.
-    A resumed one knows."""
-    monkeypatch.setattr(torch.cuda, 'is_available', lambda: False)
-    step = training.train_step
+@pytest.fixture
+def wiped(monkeypatch):
+    "A function of a step, after which the model is wiped and babbles evenly (0: before the first)."
+    def after(last):
+        monkeypatch.setattr(torch.cuda, 'is_available', lambda: False)
+        step = training.train_step
+        def wipe(run, number, *rest):
+            if last: metrics = step(run, number, *rest)
+            if number == (last or number):
+                with torch.no_grad():
+                    for p in run.setup.model.parameters(): p.zero_()
+            return metrics if last else step(run, number, *rest)
+        monkeypatch.setattr(training, 'train_step', wipe)
+    return after
 
-    def wipe(run, number, *rest):
-        metrics = step(run, number, *rest)
-        if number == 5:
-            with torch.no_grad():
-                for p in run.setup.model.parameters():
-                    p.zero_()
-        return metrics
-    monkeypatch.setattr(training, 'train_step', wipe)
+
+def test_a_collapsed_answer_rate_stops_the_run(wiped, monkeypatch, tmp_path):
+    "After step 5 nothing is answered any more, and the run says so and ends. A resumed one knows."
+    wiped(5)
     lines, settings = [], {
         **SHORT, 'run': str(tmp_path / 'run'), 'steps': 40, 'eval_every': 5, 'questions_per_step': 8, 'group_size': 2,
         'log_kl': False
@@ -754,16 +700,9 @@ def test_a_collapsed_answer_rate_stops_the_run(monkeypatch, tmp_path):
     assert train({**settings, 'resume': True}) == tmp_path / 'run'
 
 
-def test_a_run_that_learns_nothing_says_so(monkeypatch, tmp_path):
+def test_a_run_that_learns_nothing_says_so(wiped, tmp_path):
     "A model that babbles from the start: one loud line after five steps, with its cause, and the last line says it again."
-    monkeypatch.setattr(torch.cuda, 'is_available', lambda: False)
-    step = training.train_step
-
-    def wiped(run, number, *rest):
-        with torch.no_grad():
-            for p in run.setup.model.parameters(): p.zero_()
-        return step(run, number, *rest)
-    monkeypatch.setattr(training, 'train_step', wiped)
+    wiped(0)
     lines = []
     settings = {**SHORT, 'run': str(tmp_path / 'run'), 'steps': 7, 'eval_every': 7, 'questions_per_step': 2, 'group_size': 2,
                 'log_kl': False}
@@ -799,8 +738,8 @@ def played(rows):
     return [trajectory_from_json(row['trajectory']) for row in rows]
 
 
-@pytest.mark.parametrize('method, more', [('grpo', {}), ('grpo', {'recompute': True}), ('igpo', {'recompute': True}),
-                                          ('tips', {}), ('ppo', {'critic': 'shared'})])
+@pytest.mark.parametrize('method, more', [
+    ('grpo', {'recompute': True}), ('igpo', {'recompute': True}), ('tips', {}), ('ppo', {'critic': 'shared'})])
 def test_what_is_measured_changes_no_update(quiet, method, more):
     "The same weights after two steps and the same metrics, with and without; what was asked for is there besides."
     runs = [quiet(method=method, **asked, **more)[0] for asked in ({}, {'measure': ['belief', 'entropy']})]
@@ -846,8 +785,7 @@ def test_accepted_answers_that_are_not_scored_are_counted(tmp_path, monkeypatch,
 
 
 def test_grpo_measures_the_gold_as_igpo_does(quiet):
-    """From the same base both play the same rollouts at step 1, and find the gold as probable: GRPO, which is paid by
-    nobody for it, writes it down as IGPO does."""
+    "From the same base both play the same rollouts at step 1, and find the gold as probable."
     (asked, _), (own, _) = quiet(method='grpo', measure=['belief', 'entropy']), quiet(method='igpo')
     for name in MEASURED['belief']:
         assert read_metrics(asked)[name][1] == pytest.approx(read_metrics(own)[name][1], abs=1e-5)
@@ -867,13 +805,12 @@ def listened(folder, **settings):
 
 
 @pytest.mark.parametrize('settings, believes', [
-    ({'method': 'igpo'}, True), ({'method': 'tips'}, True), ({'method': 'grpo', 'measure': ['belief']}, True),
+    ({'method': 'igpo'}, True), ({'method': 'tips'}, True),
     ({'method': 'igpo', 'options': {'schema': 'igpo'}}, False),
     ({'method': 'tips', 'options': {'schema': 'tips'}}, False),
     ({'method': 'igpo', 'gold_schema': ['<answer> ', '']}, False)], ids=str)
 def test_a_run_tells_whether_its_belief_is_one(tmp_path, monkeypatch, settings, believes):
-    """In the metrics of every step, with the step's own rollouts; and in a line at the first step and at evaluations
-    where it is none. Words that the tokenizer does not have are told before the first step."""
+    "At each step, and in a line where it is none. Words that a tokenizer lacks are told before."
     monkeypatch.chdir(ROOT)
     lines, table = listened(tmp_path / 'run', **settings)
     assert BELIEF <= {*table.columns} and table[[*BELIEF]][1:].notna().all(axis=None)
@@ -897,8 +834,7 @@ def test_a_dry_run_tells_of_words_that_the_model_does_not_know(tmp_path, monkeyp
 
 
 def test_surprisal_is_of_the_samples_and_entropy_of_the_distributions(quiet):
-    """Surprisal is the mean -log-probability of what was sampled. A loss with an entropy term logs the entropy itself,
-    and before the first update it is what measuring it says."""
+    "Before the first update a loss's entropy term logs what measuring it says."
     run, rows = quiet(method='grpo', measure=['belief', 'entropy'])
     logps = [p for t in played(rows) for turn in t.turns for p in turn.action_logps]
     table = read_metrics(run)
@@ -910,8 +846,7 @@ def test_surprisal_is_of_the_samples_and_entropy_of_the_distributions(quiet):
 
 
 def test_kept_rollouts_tell_of_their_turns_and_states(quiet):
-    """Turn rewards, values, beliefs and potentials stand beside the advantages. By TIPS a turn earns α times the step
-    of Φ, and what is left at the end; a missing state is null in the file and NaN when it is read."""
+    "By TIPS a turn earns α times the step of Φ. What is missing is null in the file, NaN when read."
     run, rows = quiet(method='tips', options={'alpha': .5}, measure=['belief'])
     for row in rows:
         turns, phi = len(row['trajectory']['turns']), row['potential']
@@ -959,7 +894,8 @@ def test_a_kept_potential_is_the_one_that_is_paid():
 
 
 # of each kind of rule: groups, turns, critics of tokens and of turns
-@pytest.mark.parametrize('method', ['tspo', 'vspo', 'ppo', 'turn-ppo'])                # one of each kind of rule
+@pytest.mark.parametrize('method', ['tspo', 'ppo', *(pytest.param(name, marks=pytest.mark.nightly)
+                                                     for name in ('vspo', 'turn-ppo'))])
 def test_tokens_with_credit_of_every_step(quiet, method):
     "Those of the turns whose advantage is not 0, once in each of two epochs; nothing is counted before the first step."
     run, rows = quiet(method=method, epochs=2)
@@ -1060,33 +996,22 @@ def test_a_checkpoint_that_was_cut_says_how_to_go_on(whole, tmp_path, name):
 
 
 @pytest.mark.parametrize('tf32, precision', [(None, 'highest'), (True, 'high'), (False, 'highest')])
-def test_tf32_is_pytorchs_own_unless_it_is_set(tmp_path, tf32, precision, monkeypatch):
-    class Enough(Exception): "What is set is set before anything is loaded."
-    def stop(*given): raise Enough
-    monkeypatch.setattr(training, 'begin_run', stop)
-    try:
-        with pytest.raises(Enough): train({'run': str(tmp_path / 'run'), 'tf32': tf32})
-        assert torch.get_float32_matmul_precision() == precision
-    finally: torch.set_float32_matmul_precision('highest')
-
-
-@pytest.mark.parametrize('module, name', [('sft', 'make_setup'), ('audit', 'make_setup'),
+@pytest.mark.parametrize('module, name', [('train', 'begin_run'), ('sft', 'make_setup'), ('audit', 'make_setup'),
                                           ('studies.competence', 'read_policy')])
-def test_other_commands_take_threads_and_tf32_as_a_training_does(tmp_path, monkeypatch, module, name):
-    "A fine-tuning, an audit, and an examination of a run that has these settings."
+def test_commands_take_threads_and_tf32(tmp_path, monkeypatch, module, name, tf32, precision):
+    "A training, a fine-tuning, an audit, and an examination of a run with these settings; PyTorch's own unless set."
     class Enough(Exception): "What is set is set before anything is loaded."
     def stop(*given): raise Enough
     module, before = importlib.import_module(f'credit_rl.{module}'), torch.get_num_threads()
-    run, config = tmp_path / 'run', training.make_config({'protocol': 'carl-tiny', 'tf32': True, 'threads': before + 1})
-    config = dataclasses.replace(config, run=str(run))
-    begin = {'sft': lambda: module.rejection_sft(config),
+    config = make_config({'protocol': 'carl-tiny', 'tf32': tf32, 'threads': before + 1, 'run': str(tmp_path / 'run')})
+    begin = {'train': lambda: train(config), 'sft': lambda: module.rejection_sft(config),
              'audit': lambda: module.run_audit(config, module.AuditChoice()),
-             'competence': lambda: module.open_agent(run)}[module.__name__.rpartition('.')[2]]
+             'competence': lambda: module.open_agent(tmp_path)}[module.__name__.rpartition('.')[2]]
     if 'competence' in module.__name__: monkeypatch.setattr(module, 'read_params', lambda run: vars(config))
     monkeypatch.setattr(module, name, stop)
     try:
         with pytest.raises(Enough): begin()
-        assert (torch.get_float32_matmul_precision(), torch.get_num_threads()) == ('high', before + 1)
+        assert (torch.get_float32_matmul_precision(), torch.get_num_threads()) == (precision, before + 1)
     finally:
         torch.set_float32_matmul_precision('highest')
         torch.set_num_threads(before)

@@ -122,8 +122,7 @@ def test_a_judge_that_thinks_is_read_behind_its_thought(root, tmp_path):
 
 
 def test_a_judge_is_asked_while_others_are_still_played(root, tmp_path, monkeypatch):
-    """Rollouts of a step end one after the other; the engine then waits for a request before it goes on. What is asked
-    early counts once, and the run is the same as one whose judge is asked in the end."""
+    "The engine waits for a request after each rollout; the run is as if all were asked in the end."
     begun, plain = [], run_with(failing(0), root, tmp_path / 'plain', steps=2)[0]
     each = training.rollout
     def waiting(*given):

@@ -87,7 +87,7 @@ def played_in(regime, asked):
 AUDITED = [name for name in REGIMES if name != 'rarely-right']
 
 
-@pytest.mark.parametrize('name', AUDITED)
+@pytest.mark.parametrize('name', [pytest.param(k, marks=[pytest.mark.nightly] * (k == 'far')) for k in AUDITED])
 def test_measured_credit_is_the_exact_one_in_every_regime(name):
     "By its own player, its chances that a search fails, and its outcome."
     asked = {'far': 2, 'many-parts': 3}.get(name, 10)               # whose games branch most

@@ -1,5 +1,4 @@
-"""A comparison that is killed, resumed and reported: which runs are made, which are not made again, and what is said
-of those that failed."""
+"""A comparison killed, resumed and reported: which runs are made, or made again, and what is said of failures."""
 import json
 import math
 import os
@@ -15,7 +14,7 @@ import yaml
 from scipy import stats
 
 from credit_rl import compare
-from credit_rl.compare import (common_seeds, effort_table, find_runs, load_runs, main, markdown_table,
+from credit_rl.compare import (common_seeds, effort_table, load_runs, main, markdown_table,
                                dev_area, learning_curves, paired_differences, plan_jobs, replay, sampled_right,
                                seed_curves)
 from credit_rl.jobs import Job, run_jobs
@@ -164,8 +163,7 @@ def test_a_regime_has_bases_of_its_own(tmp_path, monkeypatch):
 
 
 def test_worlds_and_variants(tmp_path, settings, monkeypatch):
-    """Each world has its own folder and report; a variant of a method runs under its own name; a method may have
-    settings of its own."""
+    "Each world has a folder and a report; a variant runs under its own name, with settings of its own."
     settings.write_text(
         yaml.safe_dump({
             'steps': 4, 'method': 'tspo', 'seed': 7, 'worlds':
@@ -212,11 +210,9 @@ run_jobs([Job('a', 1, pathlib.Path(sys.argv[1]))], lambda job: [sys.executable, 
 """
 
 
-@pytest.mark.parametrize('sign, times', [(signal.SIGKILL, 1), (signal.SIGINT, 2)], ids=['killed', 'interrupted'])
+@pytest.mark.parametrize('sign, times', [(signal.SIGKILL, 1), (signal.SIGINT, 2), (signal.SIGTERM, 2)], ids=str)
 def test_a_command_that_ends_early(tmp_path, root, sign, times):
-    """Killed, it leaves its process running, and the next command waits for that instead of starting a second one in
-    the same folder.
-    Interrupted, it ends its process, and the next command starts the run again."""
+    "Killed, its process runs on and the next command waits for it. Interrupted or told to end, it ends its process."
     job = Job('a', 1, tmp_path / 'a-1')
     begun = job.folder / 'begun'
     first = subprocess.Popen([sys.executable, '-c', SITTING, job.folder, PATIENT], cwd=root, stdout=subprocess.DEVNULL,
@@ -348,14 +344,6 @@ def test_what_cannot_be_paired_is_refused(tmp_path):
         load_runs([tmp_path / 'tspo-2', tmp_path / 'again' / 'tspo-2'])
 
 
-def test_options_make_a_method_of_its_own(tmp_path):
-    made_up(tmp_path, 'tspo', 1, .5)
-    made_up(tmp_path / 'other', 'tspo', 1, .6, params={'options': {'alpha': .5}})
-    folders = [*find_runs(tmp_path), *find_runs(tmp_path / 'other')]
-    assert set(load_runs(folders).method) == {'tspo', 'tspo (alpha=0.5)'
-                                              } and '| tspo (alpha=0.5) | 1 |' in markdown_table(folders)
-
-
 def test_variants_are_called_as_the_sweep_calls_them(tmp_path):
     "Two variants may differ in settings that are no options, such as how often a teacher is refreshed."
     for job in plan_jobs(['tips', 'tips-every4'], [7],
@@ -398,17 +386,6 @@ def test_a_replay_finds_the_numbers_again_and_notices_others(tmp_path, finished,
     found = replay(tmp_path / 'grpo-0')
     assert not found['agrees'] and found['metric'] == 'reward' and abs(found['gap'] - .01) < 1e-6
     assert main(['--replay', '1', '--out', str(tmp_path)]) == 1 and 'grpo-0: DIFFERS' in capsys.readouterr().out
-
-
-def test_curves_keep_to_where_every_seed_has_been(tmp_path):
-    made_up(tmp_path, 'grpo', 1, steps=4)
-    made_up(tmp_path, 'grpo', 2, steps=8, finished=False)
-    made_up(tmp_path, 'tspo', 1, steps=8)
-    curves = seed_curves(load_runs(tmp_path))
-    assert curves.groupby('method').x.max().to_dict() == {'grpo': 4, 'tspo': 8} and curves.groupby(
-        ['method', 'x']).seed.count()['grpo'].eq(2).all()
-    by_rollouts = seed_curves(load_runs(tmp_path), x='trajectories')
-    assert by_rollouts[by_rollouts.method == 'tspo'].x.tolist() == [8 * step for step in range(9)]
 
 
 def test_curves_by_trained_tokens(tmp_path):

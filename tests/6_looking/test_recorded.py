@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from credit_rl.methods import METHODS
-from credit_rl.recorded import NotKept, cut_text, read_recording, recorded_credit, recorded_tokenizer, token_texts
+from credit_rl.recorded import NotKept, read_recording, recorded_credit, recorded_tokenizer, token_texts
 from credit_rl.runlog import RunLog
 from credit_rl.train import train
 from credit_rl.trajectory import example_group, to_json
@@ -111,14 +111,6 @@ def test_a_file_that_is_cut_or_damaged(tmp_path):
 def test_parameters_of_another_version_do_not_stop_a_look(tmp_path):
     recording = kept(tmp_path, example(), method='tspo', a_setting_of_the_future=1)
     assert 'not read by this version' in recording.notes[0] and isinstance(recorded_credit(recording, 'tspo')[0], list)
-
-
-@pytest.mark.parametrize('pieces, text', [
-    (['a', 'b'], 'a b'), (['\ufffd', '\ufffd', 'b'], 'é b'), (['zz'] * 3, 'nothing of it'), (['x', '<end>'], 'x'),
-    (['a'], ''), (['a', 'a', 'a'], 'aaa')])
-def test_pieces_are_the_text_again(pieces, text):
-    cut = cut_text(pieces, text)
-    assert ''.join(cut) == text and len(cut) == len(pieces)
 
 
 def test_a_tokenizer_that_is_not_the_run_s_is_noticed(tmp_path):

@@ -58,8 +58,7 @@ def test_the_detectable_difference_is_found_in_four_of_five_studies():
 
 
 def test_the_jackknife_of_a_ratio_covers_and_of_a_norm_a_bootstrap_does_not():
-    """The length of an expectation, by products of different draws: its interval holds the truth; the percentile
-    bootstrap of the mean's norm hardly ever does."""
+    "The length of an expectation, by products of different draws."
     generator, ratio, norm, boot = torch.Generator().manual_seed(4), 0, 0, 0
     b, dims, times = 24, 40, 400
     true = dims * .3 ** 2
@@ -108,8 +107,7 @@ def test_the_interval_of_a_gain_covers_and_is_wide_where_the_questions_are_the_s
 
 
 def test_a_mean_over_questions_has_an_interval_that_covers():
-    """Values without ends, unequal numbers of them, alike within a question: of 24 and of 8 questions. With one value
-    each it is Student's; as if all values were independent it would hold the mean in 56 to 58 %."""
+    "Alike within 24 or 8 questions. As if all were independent, it would hold 56 to 58 %."
     rng = np.random.default_rng(6)
     for questions in (8, 24):
         held = naive = 0

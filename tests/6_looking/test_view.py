@@ -86,13 +86,6 @@ def test_any_text_is_shown_whole(action, observation):
         assert re.sub(r'\s', '', said) in re.sub(r'\s', '', text)
 
 
-def test_tags_stay_readable():
-    text = read(show_group(example_group()))
-    for t in example_group().trajectories:
-        for turn in t.turns:
-            assert turn.action_text in text and turn.observation_text in text
-
-
 def test_missing_and_zero_advantages_are_told_apart():
     t = example_group().trajectories[1]
     shown = show_rollout(t, [NAN, 0.0, -0.0, None])
@@ -239,13 +232,6 @@ def test_a_page_is_whole_and_nothing_in_it_is_fetched(tmp_path):
     assert group['rollouts'][0]['belief'] == [.1, .2, .8, .9, None]
     seen = [turn['seen'] for turn in group['rollouts'][0]['turns']]
     assert seen[1] == ['Michael Curtiz was a director born in ', 'Budapest', '. He made films in Vienna.']
-
-
-def test_a_rule_that_is_not_known_is_drawn_nowhere(tmp_path):
-    data, _ = page_json(show_run(example_run(tmp_path / 'run'), ['grpo', 'ppo', 'igpo']).page)
-    grpo, ppo, igpo = data['rules']
-    assert grpo['why'] is None and 'critic' in ppo['why'] and 'belief' in igpo['why'] and data['chosen'] == [0]
-    assert [r['credit'][1:] for r in data['groups'][0]['rollouts']] == [[None, None]] * 3
 
 
 def test_the_scale_of_bars_is_a_percentile_and_not_one_wild_value(tmp_path):
@@ -407,8 +393,3 @@ def test_the_page_opens_where_rules_disagree_most():
     groups = [group([1., 1.], [2., 2.]), group([1., 1.], [-2., 2.]), group([1., 0.], [2., 0.])]
     assert _first(groups, {0: 1., 1: 2.}) == 1 and _first(groups, {0: 1.}) == 2
     assert _first([group([0., 0.], None), group([0., None], None)], {0: 1., 1: None}) == 0 and _first([], {}) == 0
-
-
-def test_a_turn_of_blanks_can_be_seen(tmp_path):
-    "On the page too, where Chromium lays it out."
-    assert '3 blanks' in show_group(Group(attempt().question, [attempt(action=' \n ')])).html

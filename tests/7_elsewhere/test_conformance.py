@@ -87,8 +87,7 @@ def test_formulas_on_turns_agree_with_the_file(check, data):
 
 
 def test_by_hand(data):
-    """Where nothing differs GRPO and TSPO say nothing; CARL at λ = 0 sums to R − V(s_0) over segments; a rollout of
-    which something is missing gets nothing."""
+    "GRPO and TSPO say nothing where nothing differs; CARL at λ = 0 sums to R − V(s_0); NaN gets nothing."
     case = {c['name']: c for c in data['cases']}
     for name in ('grpo', 'tspo'): assert not any(map(any, case[f'{name}: all right']['advantages']))
     assert any(map(any, case['tspo: all wrong']['advantages']))

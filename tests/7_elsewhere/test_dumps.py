@@ -1,5 +1,4 @@
-"""Rollouts as others write them: marks of chat templates left in a text, calls in every form that is about, scores that
-are none. None of these is a reason to refuse a file."""
+"""Rollouts as others write them: marks of templates, calls in every form, scores that are none. All are read."""
 import json
 from decimal import Decimal
 
@@ -91,7 +90,7 @@ def test_calls_are_read_in_every_form_that_is_about(given, call):
     {'tool_calls': 'no JSON'}, {'tool_calls': '[' * 60_000}, {'tool_calls': [None]}, {'tool_calls': [5]},
     {'tool_calls': [{}]}, {'tool_calls': ['search']}, {'tool_calls': [{'function': BROKEN}]}, {'function_call': '{"na'},
     *({'tool_calls': [{'function': {'name': 'search', 'arguments': given}}]}
-      for given in ('[1]', 7, {'query': None}, '[' * 60_000, '9' * 5_000)),
+      for given in ('[1]', 7, {'query': None}, json.dumps('{"query": "a"}'), '[' * 60_000, '9' * 5_000)),
     {'tool_calls': [{'function': {'name': ['search'], 'arguments': '{"query": "a"}'}}]},
     {'tool_calls': [{'function': {'name': 7, 'arguments': {'query': 'a'}}}]},
     {'tool_calls': [{'function': {'name': 'search', 'arguments': '{"query": "\\ud83d"}'}}]},

@@ -1,7 +1,4 @@
-"""TRL's own rollouts in our environment: TRL itself plays, by the stored tiny base, and what it played is read,
-credited and learned from as our own."""
-import json
-from dataclasses import replace
+"""TRL plays in our environment, by the stored tiny base; what it played is read, credited and learned from as ours."""
 from types import SimpleNamespace
 
 import pytest

@@ -86,13 +86,34 @@ def status(name):
     return int(line.split()[1]) * 1024
 
 
-def take(size, how, rank, ranks, port, out):
+def join(rank, ranks, port):
+    "Meet the other ranks."
+    torch.set_num_threads(1)
+    os.environ |= {'RANK': str(rank), 'LOCAL_RANK': str(rank), 'WORLD_SIZE': str(ranks), 'MASTER_PORT': str(port),
+                   'MASTER_ADDR': '127.0.0.1', 'GLOO_SOCKET_IFNAME': 'lo'}
+    torch.distributed.init_process_group('gloo')
+
+
+def on_ranks(ranks, target, *what, seconds=600):
+    "What each of some processes puts: `target(rank, ranks, port, out, *what)`."
+    context = multiprocessing.get_context('fork')
+    with socket.socket() as s:
+        s.bind(('127.0.0.1', 0))
+        port = s.getsockname()[1]
+    out = context.SimpleQueue()
+    family = [context.Process(target=target, args=(rank, ranks, port, out, *what)) for rank in range(ranks)]
+    for process in family: process.start()
+    for process in family: process.join(seconds)
+    if any(process.exitcode != 0 for process in family):
+        for process in family: process.kill()
+        raise RuntimeError(f'{what}: a rank ended without a result')
+    return [out.get() for _ in family]
+
+
+def take(rank, ranks, port, out, size, how):
     "Two steps of a rank; puts what it measured."
     torch.set_num_threads(1)
-    if how != 'plain':
-        os.environ |= {'RANK': str(rank), 'LOCAL_RANK': str(rank), 'WORLD_SIZE': str(ranks), 'MASTER_PORT': str(port),
-                       'MASTER_ADDR': '127.0.0.1', 'GLOO_SOCKET_IFNAME': 'lo'}
-        torch.distributed.init_process_group('gloo')
+    if how != 'plain': join(rank, ranks, port)
     layout, read = batch(ranks, SHAPES[size][-1]), []
     import deepspeed  # noqa: F401: what it takes is not the model's
     torch.manual_seed(0)
@@ -115,18 +136,8 @@ def take(size, how, rank, ranks, port, out):
 
 def measure(size, how):
     "What ranks of their own measure: dict, the mean over ranks of FLOPs and tokens, the most of memory."
-    ranks, context = (1 if how == 'plain' else 2), multiprocessing.get_context('fork')
-    with socket.socket() as s:
-        s.bind(('127.0.0.1', 0))
-        port = s.getsockname()[1]
-    out = context.SimpleQueue()
-    family = [context.Process(target=take, args=(size, how, rank, ranks, port, out)) for rank in range(ranks)]
-    for process in family: process.start()
-    for process in family: process.join(600)
-    if any(process.exitcode != 0 for process in family):
-        for process in family: process.kill()
-        raise RuntimeError(f'{size} M parameters, {how}: a rank ended without a result')
-    found = [out.get() for _ in family]
+    ranks = 1 if how == 'plain' else 2
+    found = on_ranks(ranks, take, size, how)
     return {k: (max if k in ('memory', 'start') else lambda v: sum(v) / ranks)([f[k] for f in found]) for k in found[0]}
 
 

@@ -7,15 +7,12 @@ Beside the share of a rank (12 bytes a weight: float32 and AdamW's averages, of 
 apart at a rate of its own, 20) stands the most that a rank held while it restored, over what its learner held before:
 its own memory (RssAnon), and with it what of the checkpoint's files was mapped."""
 import argparse
-import multiprocessing
 import os
-import socket
 import sys
 import tempfile
 import threading
-from pathlib import Path
 
-from bench_estimate import MALLOC, batch, model, status
+from bench_estimate import MALLOC, batch, join, model, on_ranks, status
 import torch
 from credit_rl.learner import Learner, Optimiser, make_critic
 from credit_rl.parts import Credit, Needs
@@ -40,12 +37,9 @@ class Watch:
         self.took = {name: self.most[name] - self.before[name] for name in self.most}
 
 
-def rank_of(stage, case, rank, ranks, port, folder, out):
+def rank_of(rank, ranks, port, out, stage, case, folder):
     "Save after a step where the folder is empty, else resume; puts what that took."
-    os.environ |= {'RANK': str(rank), 'LOCAL_RANK': str(rank), 'WORLD_SIZE': str(ranks), 'MASTER_PORT': str(port),
-                   'MASTER_ADDR': '127.0.0.1', 'GLOO_SOCKET_IFNAME': 'lo'}
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group('gloo')
+    join(rank, ranks, port)
     torch.manual_seed(0)
     policy, saves = model(SIZE), not os.listdir(folder)
     torch.distributed.barrier()
@@ -65,21 +59,6 @@ def rank_of(stage, case, rank, ranks, port, folder, out):
     torch.distributed.barrier()
 
 
-def on_ranks(ranks, *what):
-    context = multiprocessing.get_context('fork')
-    with socket.socket() as s:
-        s.bind(('127.0.0.1', 0))
-        port = s.getsockname()[1]
-    stage, case, folder = what
-    out = context.SimpleQueue()
-    family = [context.Process(target=rank_of, args=(stage, case, rank, ranks, port, folder, out))
-              for rank in range(ranks)]
-    for process in family: process.start()
-    found = [out.get() for _ in family]
-    for process in family: process.join(300)
-    return found
-
-
 if __name__ == '__main__':
     if not MALLOC.items() <= os.environ.items():     # read when a process starts
         os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **MALLOC, 'OMP_NUM_THREADS': '1'})
@@ -94,9 +73,9 @@ if __name__ == '__main__':
     for stage, case in ((s, c) for s in given.stage for c in given.case):
         for ranks in sorted({way.split('-')[0] for way in given.ways}):
             with tempfile.TemporaryDirectory() as folder:
-                on_ranks(int(ranks), stage, case, folder)
+                on_ranks(int(ranks), rank_of, stage, case, folder)
                 for to in (int(way.split('-')[1]) for way in given.ways if way.split('-')[0] == ranks):
-                    took = on_ranks(to, stage, case, folder)
+                    took = on_ranks(to, rank_of, stage, case, folder)
                     share = (12 if case == 'grpo' else 20) * parameters / to
                     own, whole = (max(t[name] for t in took) for name in ('RssAnon', 'VmRSS'))
                     print(f'ZeRO {stage} {case:5} {ranks} → {to:<5} {share / 1e6:10,.0f}{own / 1e6:8,.0f}'

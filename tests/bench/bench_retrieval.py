@@ -1,22 +1,12 @@
-"""How much faster is BM25 (bm25s) than rank_bm25, in one run on one machine, and how much memory does its index take?
+"""What an index of BM25 takes at a size, and what a served one bears; how it compares with others, bench_peers says.
 
-    python tests/bench/bench_retrieval.py [--passages 100000] [--queries 400] [--slow-queries 20]
-    python tests/bench/bench_retrieval.py --shards --passages 1000000
+    python tests/bench/bench_retrieval.py --passages 1000000
     python tests/bench/bench_retrieval.py --clients 100 [--workers 2]
 
-Passages are synthetic: words drawn by Zipf's law, as many as a block of Wikipedia has. Both search the same corpus,
-with the same
-words and parameters, for the same queries in the same process; scores are compared before they are timed.
-
-What a million passages take is extrapolated: bytes measured at this many passages, times a million over their number.
-Scores and
-texts grow in proportion; the vocabulary grows more slowly, so that its figure is an upper bound. The peak of building
-is the largest
-resident size of the process while the index is built less its size just before, when it held the passages.
-
-With --shards the passages are made one at a time and indexed by build_index: nothing is compared, no list of passages
-is held, and what is measured at that many passages is printed, with what 21 million of them would take in proportion.
-With --clients the index is served by `credit-rl serve`, and so many clients ask at once, each after one client alone.
+Passages are synthetic: words drawn by Zipf's law, as many as a block of Wikipedia has. They are made one at a time and
+indexed by build_index: no list of passages is held, and what is measured at that many passages is printed, with what 21
+million of them would take in proportion. With --clients the index is served by `credit-rl serve`, and so many clients
+ask at once, each after one client alone.
 """
 import argparse
 import gc
@@ -34,7 +24,7 @@ from pathlib import Path
 import numpy as np
 
 from credit_rl.readers import Passage
-from credit_rl.retrieval import BM25, RankBM25, build_index
+from credit_rl.retrieval import BM25, build_index
 from credit_rl.search_service import SearchClient
 
 
@@ -69,13 +59,6 @@ def resident():
     from it a lower bound."""
     status = Path('/proc/self/statm')
     return int(status.read_text().split()[1]) * resource.getpagesize() if status.exists() else peak()
-
-
-def index_bytes(bm25):
-    """Bytes of the index in memory without the passages: scores, their rows and starts, and the vocabulary about as it
-    is."""
-    arrays = sum(a.nbytes for a in (bm25.data, bm25.rows, bm25.start))
-    return arrays, sum(len(w) + 49 + 104 for w in bm25.index.vocab_dict)   # a str and its place in a dict
 
 
 def stream(passages, length, vocabulary, rng, at_once=10_000):
@@ -153,62 +136,11 @@ def clients(a):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, value in (('passages', 100_000), ('length', 100), ('vocabulary', 200_000), ('queries', 400),
-                        ('slow-queries', 20), ('words', 8), ('k', 3)):
+    for name, value in (('passages', 100_000), ('length', 100), ('vocabulary', 200_000), ('queries', 400), ('words', 8),
+                        ('k', 3), ('clients', 0), ('workers', 2)):
         parser.add_argument(f'--{name}', type=int, default=value)
-    parser.add_argument('--shards', action='store_true')
-    parser.add_argument('--clients', type=int, default=0)
-    parser.add_argument('--workers', type=int, default=2)
     a = parser.parse_args()
-    if a.shards: return shards(a)
-    if a.clients: return clients(a)
-    rng = np.random.default_rng(0)
-    passages = corpus(a.passages, a.length, a.vocabulary, rng)
-    queries = questions(passages, a.queries, a.words, rng)
-    k1, b = 1.5, 0.75
-
-    gc.collect()
-    before, start = resident(), time.perf_counter()
-    fast = BM25(passages, k1, b, variant='robertson', progress=False)
-    fast_index, building = time.perf_counter() - start, peak() - before
-    start = time.perf_counter()
-    slow = RankBM25(passages, k1, b)
-    slow_index = time.perf_counter() - start
-
-    part = queries[:a.slow_queries]
-    common = {w for w, i in fast.index.vocab_dict.items() if fast.start[i + 1] - fast.start[i] > len(passages) / 2}
-    # a word in over half of the passages is weighed differently by rank_bm25
-    equal = [q for q in part if not common & set(q.split())]
-    assert equal and np.allclose((k1 + 1) * fast.scores(equal), slow.scores(equal), atol=1e-3), 'the two do not agree'
-    per_slow = min(seconds(lambda: slow.search(part, a.k)) for _ in range(2)) / len(part)
-    per_fast = min(seconds(lambda: fast.search(queries, a.k)) for _ in range(3)) / len(queries)
-    arrays, vocabulary = index_bytes(fast)
-    with tempfile.TemporaryDirectory() as folder:
-        fast.save(Path(folder) / 'index')
-        disk = sum(f.stat().st_size for f in (Path(folder) / 'index').iterdir())
-        load = seconds(lambda: BM25.load(Path(folder) / 'index').search(queries[:1], a.k))
-    million = 1e6 / a.passages / 2 ** 30
-    print(
-        json.dumps(
-            {
-                'passages': a.passages,
-                'words_per_passage': a.length,
-                'words_per_query': a.words,
-                'rank_bm25_ms_per_query': round(per_slow * 1e3, 3),
-                'bm25_ms_per_query': round(per_fast * 1e3, 3),
-                'ratio': round(per_slow / per_fast, 1),
-                'index_seconds': {'bm25': round(fast_index, 1), 'rank_bm25': round(slow_index, 1)},
-                f'gib_per_million_passages (extrapolated from {a.passages:,})': {
-                    'scores': round(arrays * million, 3),
-                    'vocabulary (at most)': round(vocabulary * million, 3),
-                    'on disk, passages included': round(disk * million, 3),
-                    'peak of building': round(building * million, 3),
-                },
-                'load_and_first_search_seconds': round(load, 3),
-            },
-            indent=1,
-        )
-    )
+    (clients if a.clients else shards)(a)
 
 
 if __name__ == '__main__':

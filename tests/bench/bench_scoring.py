@@ -1,15 +1,13 @@
-"""What does scoring gold answers cost? Ratios of one run on one machine; on one thread, of processor time, so that
-company does not matter.
+"""What share of a step does scoring gold answers take? On one thread, of processor time, so that company does not
+matter; what a packed forward costs beside separate ones, bench_peers says.
 
-    python tests/bench/bench_scoring.py [--rows 2] [--trajectories 8] [--threads 1] [--repeats 2]
+    python tests/bench/bench_scoring.py [--trajectories 8] [--threads 1] [--repeats 2]
 
-1. Packed against separate: 6 states of rows of 1,500 tokens, 2 golds of 10 tokens (header included), a random Qwen2
-   of about 15 M parameters, float32. Scores are compared before anything is timed.
-2. The share of scoring in a whole step: the engine plays (its cache kept, observations of random ids appended), old
-   log-probabilities are recomputed, golds scored, and a learner takes two updates. When the policy is the teacher,
-   one forward serves the old log-probabilities and the golds, and scoring adds the difference to a forward for the
-   log-probabilities alone; another teacher pays for a forward of its own. The rows end as the paper's do, with
-   states at 250, 500, …, 1,500 tokens and an answer of 100 after the last.
+A random Qwen2 of about 15 M parameters, float32, 2 golds of 10 tokens, header included. The engine plays (its cache
+kept, observations of random ids appended), old log-probabilities are recomputed, golds scored, and a learner takes two
+updates. When the policy is the teacher, one forward serves the old log-probabilities and the golds, and scoring adds
+the difference to a forward for the log-probabilities alone; another teacher pays for a forward of its own. The rows end
+as the paper's do, with states at 250, 500, …, 1,500 tokens and an answer of 100 after the last.
 """
 import argparse
 import json
@@ -24,7 +22,7 @@ from credit_rl.layout import pack
 from credit_rl.learner import Learner, Optimiser
 from credit_rl.parts import Credit
 from credit_rl.protocol import byte_tokenizer
-from credit_rl.scoring import AnswerTemplate, acting_states, answer_logps, answer_logps_separate, joint_logps
+from credit_rl.scoring import AnswerTemplate, acting_states, answer_logps, joint_logps
 from credit_rl.trajectory import Group, Question, Stop, Trajectory, Turn
 
 VOCABULARY, HEADER, GOLD = 8192, 3, 7   # a gold and its header are 10 tokens
@@ -53,32 +51,6 @@ def seconds(function):
     start = clock()
     out = function()
     return clock() - start, out
-
-
-def packed_against_separate(model, a):
-    "Seconds of each, and how far apart they are."
-    rows = ids(a.rows, 1500), torch.full((a.rows,), 1500)
-    at = torch.arange(250, 1501, 250) - 1
-    states = torch.stack([torch.arange(a.rows)[:, None].expand(-1, 6), at.expand(a.rows, -1)], -1)
-    answers = [golds(2) for _ in range(a.rows)]
-    with torch.no_grad():
-        plain = lambda: model.base_model(input_ids=rows[0], use_cache=False)
-        fast = lambda: answer_logps(model, rows, states, answers, 'packed')
-        slow = lambda: answer_logps_separate(model, rows, states, answers)
-        for warm in (plain, fast):
-            warm()
-        times = [(seconds(plain)[0], seconds(fast)[0], *seconds(slow)) for _ in range(a.repeats)]
-        auto = min(seconds(lambda: answer_logps(model, rows, states, answers))[0] for _ in range(a.repeats))
-    gap = (fast().sums - times[0][3].sums).abs().max().item()
-    assert gap < 1e-4, f'the two do not agree: {gap}'
-    one, packed, separate = (min(t[i] for t in times) for i in range(3))
-    return {
-        'states': 6, 'golds': 2, 'rows': a.rows, 'seconds':
-        {'forward': round(one, 2), 'packed': round(packed, 2), 'separate':
-         round(separate, 2)}, 'separate_over_packed': round(separate / packed, 2), 'packed_over_forward':
-        round(packed / one, 2), 'auto_over_packed': round(auto / packed,
-                                                          2), 'largest_difference_nats': float(f'{gap:.1g}')
-    }
 
 
 def play(engine, a):
@@ -144,19 +116,14 @@ def whole_step(model, a):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, value in (('rows', 2), ('trajectories', 8), ('threads', 1), ('repeats', 2)):
+    for name, value in (('trajectories', 8), ('threads', 1), ('repeats', 2)):
         parser.add_argument(f'--{name}', type=int, default=value)
     a = parser.parse_args()
     torch.set_num_threads(a.threads)
     model = random_model()
     torch.manual_seed(1)
-    print(
-        json.dumps(
-            {
-                'parameters_in_millions': round(sum(p.numel()
-                                                    for p in model.parameters()) / 1e6, 1), 'threads': a.threads,
-                'packed_against_separate': packed_against_separate(model, a), 'whole_step': whole_step(model, a)
-            }, indent=1))
+    print(json.dumps({'parameters_in_millions': round(model.num_parameters() / 1e6, 1), 'threads': a.threads,
+                      'whole_step': whole_step(model, a)}, indent=1))
 
 
 if __name__ == '__main__':

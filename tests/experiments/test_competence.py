@@ -1,10 +1,7 @@
 "By which engine a run is examined, where its models lie, and that ranks share the questions."
 import copy
 import json
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -95,24 +92,23 @@ def test_ranks_share_the_questions(run):
 
 
 @pytest.mark.long
-def test_two_ranks_find_what_one_finds(run, plain):
-    done = subprocess.run([sys.executable, '-m', 'credit_rl.studies.competence', str(run), 'ranks=2', '--checkpoint', 'newest'],
-                          cwd=ROOT, env={**os.environ, 'PYTHONPATH': str(ROOT), 'CUDA_VISIBLE_DEVICES': ''},
-                          capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+@pytest.mark.nightly
+def test_two_ranks_find_what_one_finds(run, plain, run_python):
+    said = run_python('-m', 'credit_rl.studies.competence', run, 'ranks=2', '--checkpoint', 'newest',
+                      env={'PYTHONPATH': str(ROOT), 'CUDA_VISIBLE_DEVICES': ''})
     found, one = read_summary(run)['competence'], copy.deepcopy(plain[1])
     for x in (found, one): (x['broken'] or {}).pop('irrelevant', None)       # which is another rollout's of the rank
-    assert found == one and 'play, greedy' in done.stdout and (run / 'competence' / 'ranks.log').exists()
+    assert found == one and 'play, greedy' in said and (run / 'competence' / 'ranks.log').exists()
 
 
 def test_a_run_is_asked_the_questions_of_other_sets_each_by_itself(run):
-    """With the split and the number that are given, each searched among its own passages and scored by its own metric;
-    what was found before stays."""
+    "Each among its own passages, by its own metric; what was found before stays."
     rows = ROOT / 'data' / 'rows'
     asked = dict(data='hotpotqa', path=str(ROOT / 'data' / 'hotpotqa_sample.json'), questions=3)
     found = examine_sets(run, asked, lambda line: None, 'newest')
     assert list(found) == ['hotpotqa'] and sum(found['hotpotqa']['tiers'].values()) == 3
     assert found['hotpotqa']['step'] == 1 and 'auc' in found['hotpotqa']['critic']
+    with pytest.raises(SystemExit, match='wanted the folder of a run'): competence.main([f'pool={rows}'])   # before: nothing
     competence.main([str(run), 'data=gsm8k', f'path={rows / "gsm8k.jsonl"}', 'questions=2', '--checkpoint', 'newest'])
     kept = read_summary(run)
     assert list(kept['competence_sets']) == ['hotpotqa', 'gsm8k'] and 'competence' not in kept

@@ -10,7 +10,7 @@ from credit_rl.parts import Golds, Needs
 from credit_rl.tspo import first_turns
 from credit_rl.information_gain import belief_check, belief_of, belief_schema
 from credit_rl.layout import pack
-from credit_rl.metrics import exact_match, parts
+from credit_rl.metrics import parts
 from credit_rl.methods import METHODS
 from credit_rl.models import load_model
 from credit_rl.outcome import outcome_rewards
@@ -145,6 +145,7 @@ def test_easier_games_come_first(monkeypatch):
 
 
 # ---- a metric ----
+
 
 @pytest.mark.parametrize('said, share', [('a b ; c d ; e f', 1.), ('a b ; e f ; c d', 1 / 3), ('x ; c d', 1 / 3),
                                          ('a b ; c d ; e f ; g', 1.), ('', 0.), (None, 0.), ('; ;', 0.)])
@@ -301,10 +302,6 @@ def test_the_command(tmp_path, monkeypatch, capsys):
     assert 0 < (base - following).abs().max() < .05 < (base - other).abs().max()
     for bad, match in ((['plan'], "'plain'"), (['plain', 'sed=1'], "'seed'")):
         with pytest.raises(SystemExit, match=match): main(bad)
-
-
-def test_exact_match_reads_a_list_as_a_whole():
-    assert exact_match('a b ; c d', ['a b ; c d']) == 1 and exact_match('a b ; c', ['a b ; c d']) == 0
 
 
 def test_a_step_of_each_number_of_look_ups_has_a_metric():

@@ -33,8 +33,7 @@ def model(seed, vocabulary):
 
 
 def groups_played(tokenizer, questions=4):
-    """Groups of noisy games, right and wrong, one for each question. In the first group every turn is read in a context
-    of its own, as CARL's segments are."""
+    "Groups of noisy games, right and wrong, one a question. The first's turns are read in contexts of their own."
     chat, world = Chat(PROTOCOLS['tiny'], tokenizer), make_world('train', 6, size=60, questions=questions)
     groups = rollout(ScriptedEngine(lambda text, rng: act(text, rng, NOISY), tokenizer), tiny_environment(world, chat),
                      world.questions, group_size=4, seed=1)

@@ -71,8 +71,7 @@ def more_widths(model, device, generator, prompt, response):
 
 
 def section(record, a):
-    """In float32 a few layers, for the gradients; in bfloat16, as a run has it, as many as leave rows of their own
-    room."""
+    "A few layers in float32, for the gradients; in bfloat16 as many as leave rows of their own room."
     generator = torch.Generator().manual_seed(0)
     prompt, response, rows = (40, 30, 4) if a.small else (1000, 500, 8)
     for shape, layers, dtype in [('toy', 2, 'float32')] if a.small else [

@@ -3,13 +3,13 @@ import importlib
 import inspect
 import os
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from fastcore.docments import docments
+from started import copied
 
 import credit_rl
 from credit_rl.api import HOMES, MODULES
@@ -103,8 +103,7 @@ def test_a_verb_whose_package_is_missing_names_the_extra(monkeypatch):
 
 
 def test_importing_the_package_changes_nothing_in_a_program_of_others(tmp_path):
-    """No hooks, no variable of the environment, no filter of papermill's log, whatever is imported, also where that
-    program is run by `-m`."""
+    "Hooks, variables, papermill's log: whatever is imported, also by `-m`."
     (tmp_path / 'theirs.py').write_text(
         'import logging, os, sys\nstate = lambda: (list(sys.meta_path), sys.excepthook, dict(os.environ),\n'
         '                 list(logging.getLogger("papermill").filters))\nbefore = state()\n'
@@ -154,9 +153,7 @@ def test_a_docstring_of_the_package_has_a_line_for_every_argument(name):
 
 def test_an_export_of_a_fresh_clone_changes_nothing(tmp_path):
     "The modules are as `nbdev_export` writes them from the notebooks."
-    for name in ('nbs', 'credit_rl'):
-        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns('__pycache__', '.*'))
-    shutil.copy(ROOT / 'settings.ini', tmp_path)
+    copied(('nbs', 'credit_rl', 'settings.ini'), tmp_path)
     files = lambda: {str(p): p.read_bytes() for p in (tmp_path / 'credit_rl').rglob('*.py') if p.name != '_modidx.py'}
     before = files()
     command = [Path(sys.executable).parent / 'nbdev_export']
@@ -204,13 +201,6 @@ def test_an_argument_that_takes_several_leaves_the_settings(typed):
 def test_a_dict_may_come_as_text_as_papermill_hands_it_over():
     assert make_config({'options': '{alpha: 0.5}', 'betas': '[0.9, 0.99]'}).options == {'alpha': .5}
     with pytest.raises(ValueError, match='options'): make_config({'options': 'alpha'})
-
-
-def test_a_list_needs_no_brackets():
-    for text in ('belief, entropy', 'belief,entropy', '[belief, entropy]'):
-        assert make_config(read(f'measure={text}')[0]).measure == ['belief', 'entropy']
-    assert make_config(read('measure=belief')[0]).measure == ['belief']
-    assert make_config({'betas': '0.9,0.99'}).adamw.betas == [.9, .99]
 
 
 def test_sets_are_joined_by_plus_and_by_comma_everywhere():

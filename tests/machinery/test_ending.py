@@ -1,10 +1,5 @@
-"""A run that is told to end saves its step first, and one whose rank dies starts again: both end with the numbers of a
-run that nobody disturbed."""
-import json
-import os
+"""A run told to end saves its step first, one whose rank dies starts again: both have an undisturbed run's numbers."""
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -17,6 +12,7 @@ from credit_rl.settings import make_config
 from credit_rl.setup import load_of, plan_of
 from credit_rl.train import train
 from made_runs import SHORT
+from started import ranks_of, typed
 
 psutil = pytest.importorskip('psutil')
 ROOT = Path(__file__).resolve().parents[2]
@@ -24,33 +20,17 @@ SHORT = {**SHORT, 'steps': 4, 'eval_every': 4}
 TWO = dict(learner='deepspeed', stage=2, ranks=2)
 
 
-def start(folder, **given):
-    environment = {**os.environ, 'OMP_NUM_THREADS': '1', 'PYTHONUNBUFFERED': '1', 'CUDA_VISIBLE_DEVICES': '',
-                   'PYTHONPATH': str(ROOT)}
-    words = [f'{k}={json.dumps(v)}' for k, v in {**SHORT, **given, 'run': str(folder)}.items()]
-    return subprocess.Popen([sys.executable, '-m', 'credit_rl.train', *words], env=environment, text=True,
-                            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-
-
-def read_until(process, words, said=''):
-    while words not in said:
-        line = process.stdout.readline()
-        if not line: pytest.fail(f'{words!r} was never said, but:\n{said}')
-        said += line
-    return said
-
-
 @pytest.fixture
 def whole(finished): return finished(**SHORT)
 
 
 @pytest.mark.parametrize('sent', [signal.SIGTERM, signal.SIGUSR1])
-def test_a_run_that_is_told_to_end_saves_its_step(tmp_path, whole, sent):
-    process = start(tmp_path / 'run')
-    read_until(process, 'step 1/4')
+def test_a_run_that_is_told_to_end_saves_its_step(start, tmp_path, whole, sent):
+    process = start('credit_rl.train', *typed({**SHORT, 'run': str(tmp_path / 'run')}))
+    process.read_until('step 1/4')
     process.send_signal(sent)
-    said = process.communicate(timeout=240)[0]
-    assert process.returncode == 128 + sent and f'as it was told to ({sent.name})' in said, said
+    code, said = process.end()
+    assert code == 128 + sent and f'as it was told to ({sent.name})' in said, said
     assert 1 <= (reached := latest_checkpoint(tmp_path / 'run')[0]) < 4
     lines = []
     train({**SHORT, 'run': str(tmp_path / 'run'), 'resume': True}, lines.append)
@@ -68,24 +48,22 @@ def test_a_checkpoint_is_written_between_evaluations(tmp_path, whole):
 
 
 @pytest.mark.long
-def test_two_ranks_start_again_save_when_told_and_go_on(tmp_path, whole):
-    """A rank is killed after the first step, then the launcher is told to end; the same command goes on. Besides the
-    gradient's norm, which ranks add up in another order, all numbers are those of one process."""
+def test_two_ranks_start_again_save_when_told_and_go_on(start, tmp_path, whole):
+    "All numbers are one process's, but for the gradient's norm, which ranks add up otherwise."
     pytest.importorskip('deepspeed')
     folder = tmp_path / 'run'
-    process = start(folder, **TWO, restarts=1, save_every=1e-6)
-    said = read_until(process, 'step 1/4')
-    ranks = [p for p in psutil.Process(process.pid).children(recursive=True) if 'LOCAL_RANK' in p.environ()]
+    settings = {**SHORT, **TWO, 'run': str(folder)}
+    process = start('credit_rl.train', *typed({**settings, 'restarts': 1, 'save_every': 1e-6}))
+    process.read_until('step 1/4')
     while latest_checkpoint(folder)[0] < 1: time.sleep(.1)
-    ranks[-1].send_signal(signal.SIGKILL)
-    said = read_until(process, 'step ', read_until(process, 'resumed after step '))
+    ranks_of(process.pid)[1].send_signal(signal.SIGKILL)
+    process.read_until('resumed after step ')
     process.send_signal(signal.SIGTERM)
-    said += process.communicate(timeout=240)[0]
-    assert process.returncode == 128 + signal.SIGTERM and 'as it was told to (SIGTERM)' in said, said
+    code, said = process.end()
+    assert code == 128 + signal.SIGTERM and 'as it was told to (SIGTERM)' in said, said
     assert not (folder / 'summary.json').exists() and latest_checkpoint(folder)[0] >= 2
-    again = start(folder, **TWO, resume=True)
-    said = again.communicate(timeout=400)[0]
-    assert again.returncode == 0 and 'final: EM' in said, said
+    code, said = start('credit_rl.train', *typed({**settings, 'resume': True})).end()
+    assert code == 0 and 'final: EM' in said, said
     assert [line for line in same_metrics(whole, folder, 1e-4) if 'grad_norm' not in line] == []
 
 

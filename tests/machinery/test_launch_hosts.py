@@ -1,6 +1,4 @@
-"""Runs on several hosts: two commands that meet on loopback, each with a rank of its own, as on two hosts; what ends
-one of them ends both, with the reason; and what a run needs before."""
-import contextlib
+"""Two commands that meet on loopback, as on two hosts: the end of one ends both; what a run needs before."""
 import json
 import os
 import re
@@ -8,18 +6,18 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 import yaml
 
-from credit_rl.launch import Ranks, check_alike, check_hosts, missing_for_hosts
+from credit_rl.launch import Ranks, check_alike, check_hosts
 from credit_rl.runlog import latest_checkpoint, read_metrics, same_metrics
 from credit_rl.settings import Config, check, make_config
 from credit_rl.parameters import by_group, make_parser, read_settings
 from credit_rl.train import train
 from made_runs import SHORT
+from started import Started, free_port, ranks_of, typed
 
 psutil = pytest.importorskip('psutil')
 ROOT = Path(__file__).resolve().parents[2]
@@ -28,62 +26,14 @@ SHORT = {**SHORT, 'questions_per_step': 3, 'dev_questions': 7, 'test_questions':
 PATIENCE = 240  # seconds, on a busy machine, in which a command that must end has ended
 
 
-class Command:
-    "A host's command, as a process of its own."
-    def __init__(self, *command, cwd=ROOT):
-        environment = {**os.environ, 'OMP_NUM_THREADS': '1', 'PYTHONUNBUFFERED': '1', 'CUDA_VISIBLE_DEVICES': '',
-                       'PYTHONPATH': str(ROOT)}
-        self.process = subprocess.Popen([sys.executable, '-m', *map(str, command)], cwd=cwd, env=environment, text=True,
-                                        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-        self.said = ''
-
-    def read_until(self, words):
-        while words not in self.said:
-            line = self.process.stdout.readline()
-            if not line: pytest.fail(f'{words!r} was never said, but:\n{self.said}')
-            self.said += line
-
-    def rank(self):
-        "Its only rank."
-        while True:
-            for child in psutil.Process(self.process.pid).children(recursive=True):
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    if 'RANK' in child.environ(): return child
-            time.sleep(.1)
-
-    def end(self):
-        "Wait for its end: (exit code, what it said)."
-        try: self.said += self.process.communicate(timeout=PATIENCE)[0]
-        except subprocess.TimeoutExpired:
-            pytest.fail(f'it waits for ever, after:\n{self.said}')
-        return self.process.returncode, self.said
+def free_endpoint(): return f'127.0.0.1:{free_port()}'
 
 
-@pytest.fixture
-def hosts():
-    "Starts commands, and leaves none behind."
-    started = []
-    def start(*command, **more):
-        started.append(Command(*command, **more))
-        return started[-1]
-    yield start
-    for command in started:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            for process in [*psutil.Process(command.process.pid).children(recursive=True)]: process.kill()
-        command.process.kill()
-
-
-def free_endpoint():
-    with socket.socket() as s:
-        s.bind(('127.0.0.1', 0))
-        return f'127.0.0.1:{s.getsockname()[1]}'
-
-
-def start_two(hosts, *arguments, cwd=(ROOT, ROOT)):
+def start_two(start, *arguments, cwd=(ROOT, ROOT)):
     "Two commands of tests/tools/hosts.py, each a host with a rank."
     folder, *rest = arguments
     endpoint = free_endpoint()
-    return [hosts('tests.tools.hosts', folder, endpoint, *rest, cwd=place) for place in cwd]
+    return [start('tests.tools.hosts', folder, endpoint, *rest, cwd=place) for place in cwd]
 
 
 def in_order(commands):
@@ -92,66 +42,65 @@ def in_order(commands):
     return sorted(commands, key=lambda command: 'rank 0 is here' not in command.said)
 
 
-def test_a_lost_rank_is_named_on_both_hosts(hosts, tmp_path):
-    both = in_order(start_two(hosts, tmp_path / 'run', 'wait'))
-    both[1].rank().send_signal(signal.SIGKILL)
-    since = time.monotonic()
+@pytest.mark.nightly                                               # by day a killed one of a run is
+def test_a_lost_rank_is_named_on_both_hosts(start, tmp_path):
+    both = in_order(start_two(start, tmp_path / 'run', 'wait'))
+    ranks_of(both[1].pid)[1].send_signal(signal.SIGKILL)
     for command in both:
         code, said = command.end()
         assert code != 0 and f'ended without summary.json: {socket.gethostname()}: rank 1' in said, said
-        assert 'rank 1 was ended by SIGKILL' in said and f'-{both[1].process.pid}.log' in said.splitlines()[-1], said
-    assert time.monotonic() - since < PATIENCE
+        assert 'rank 1 was ended by SIGKILL' in said and f'-{both[1].pid}.log' in said.splitlines()[-1], said
 
 
-def test_a_traceback_is_named_on_both_hosts(hosts, tmp_path):
-    for command in start_two(hosts, tmp_path / 'run', 'fail'):
+def test_a_traceback_is_named_on_both_hosts(start, tmp_path):
+    for command in start_two(start, tmp_path / 'run', 'fail'):
         code, said = command.end()
         assert code != 0 and 'rank 1 failed: ZeroDivisionError: division by zero' in said, said
         assert str(tmp_path / 'run' / 'errors' / 'rank-1.txt') in said.splitlines()[-1]
     assert 'ZeroDivisionError' in (tmp_path / 'run' / 'errors' / 'rank-1.txt').read_text()
 
 
-@pytest.mark.parametrize('which', [0, 1])
-def test_a_lost_host_is_named_and_leaves_no_rank(hosts, tmp_path, which):
-    both = in_order(start_two(hosts, tmp_path / 'run', 'wait'))
-    ranks = [command.rank() for command in both]
-    both[which].process.kill()
+@pytest.mark.parametrize('which', [0, pytest.param(1, marks=pytest.mark.nightly)])
+def test_a_lost_host_is_named_and_leaves_no_rank(start, tmp_path, which):
+    both = in_order(start_two(start, tmp_path / 'run', 'wait'))
+    ranks = [rank for command in both for rank in ranks_of(command.pid).values()]
+    both[which].kill()
     code, said = both[1 - which].end()
     assert code != 0 and f'{socket.gethostname()} was lost' in said, said
     assert not psutil.wait_procs(ranks, 60)[1]
 
 
-def test_two_hosts_end_well(hosts, tmp_path):
+def test_two_hosts_end_well(start, tmp_path):
     (data := tmp_path / 'data').write_text('12345')
-    both = start_two(hosts, tmp_path / 'run', 'end', data)
+    both = start_two(start, tmp_path / 'run', 'end', data)
     for command in both:
         code, said = command.end()
         assert code == 0 and said.endswith('all is well\n'), said
     left = sorted(p.name for p in (tmp_path / 'run').iterdir())
-    logs = sorted(f'ranks-{socket.gethostname()}-{command.process.pid}.log' for command in both)
+    logs = sorted(f'ranks-{socket.gethostname()}-{command.pid}.log' for command in both)
     assert left == [*logs, 'summary.json']
 
 
-def test_a_run_folder_that_only_one_host_sees_is_refused(hosts, tmp_path):
+def test_a_run_folder_that_only_one_host_sees_is_refused(start, tmp_path):
     for name in ('one', 'two'): (tmp_path / name).mkdir()
-    for command in start_two(hosts, 'run', 'end', cwd=(tmp_path / 'one', tmp_path / 'two')):
+    for command in start_two(start, 'run', 'end', cwd=(tmp_path / 'one', tmp_path / 'two')):
         code, said = command.end()
         assert code != 0 and "does not see the run folder 'run'" in said and 'under the same path' in said, said
 
 
-def test_data_that_only_one_host_sees_is_refused(hosts, tmp_path):
+def test_data_that_only_one_host_sees_is_refused(start, tmp_path):
     for name in ('one', 'two'): (tmp_path / name).mkdir()
     (tmp_path / 'one' / 'nq.jsonl').write_text('12345')
-    for command in start_two(hosts, tmp_path / 'run', 'end', 'nq.jsonl', cwd=(tmp_path / 'one', tmp_path / 'two')):
+    for command in start_two(start, tmp_path / 'run', 'end', 'nq.jsonl', cwd=(tmp_path / 'one', tmp_path / 'two')):
         code, said = command.end()
         host = socket.gethostname()
         assert code != 0, said
         assert re.search(f"'nq.jsonl' (is not there|has 5 bytes) on {host}, and (has 5|is not)", said), said
 
 
-def test_another_command_on_a_host_is_refused(hosts, tmp_path):
+def test_another_command_on_a_host_is_refused(start, tmp_path):
     endpoint = free_endpoint()
-    both = [hosts('tests.tools.hosts', tmp_path / 'run', endpoint, what) for what in ('end', 'wait')]
+    both = [start('tests.tools.hosts', tmp_path / 'run', endpoint, what) for what in ('end', 'wait')]
     for command in both:
         code, words = command.end()
         assert code != 0 and 'every host gives the same command, but what=' in words, words
@@ -170,7 +119,8 @@ def test_a_rank_that_does_not_come_is_named():
     assert f'waited 3 s for rank 0 at {":".join(place)}, in vain' in ask('1')
 
 
-@pytest.mark.parametrize('end, left', [('pass', True), ('raise SystemExit(0)', True), ('raise SystemExit(1)', False), ('1 / 0', False)])
+@pytest.mark.parametrize('end, left', [('pass', True), ('raise SystemExit(0)', True), ('raise SystemExit(1)', False),
+                                       ('1 / 0', False)])
 def test_a_rank_leaves_its_group_where_all_went_well(tmp_path, end, left):
     "Else the group's threads abort some of the ranks that end; one that failed could wait for the others."
     code = ('import atexit, sys\nimport torch.distributed as dist\n'
@@ -201,23 +151,22 @@ def test_one_rank_leaves_nothing_in_its_folder(tmp_path):
 
 @pytest.fixture(scope='module')
 def killed(tmp_path_factory):
-    """A run of two hosts, one of whose ranks is killed after its first step; all are started again, and it is killed once
-    more: the folder, and what both said."""
+    "A run of two hosts, one of whose ranks is killed after its first step and once more: the folder, what both said."
     place, started = tmp_path_factory.mktemp('hosts'), []
     settings = {**SHORT, 'run': str(place / 'run'), 'ranks': 2, 'hosts': 2, 'endpoint': free_endpoint(),
                 'restarts': 1}
     try:
         for _ in range(2):
-            started.append(Command('credit_rl.train', *(f'{k}={json.dumps(v)}' for k, v in settings.items())))
+            started.append(Started('credit_rl.train', *typed(settings)))
         for command in started: command.read_until('2 ranks of all hosts: ')
         for words in ('step 1/3', 'resumed after step 0'):       # which host has rank 0 is decided each time
-            ranks = {command.rank().environ()['RANK']: command for command in started}
-            ranks['0'].read_until(words)
-            ranks['1'].rank().send_signal(signal.SIGKILL)
+            ranks = {rank: (command, found) for command in started for rank, found in ranks_of(command.pid, 1).items()}
+            ranks[0][0].read_until(words)
+            ranks[1][1].send_signal(signal.SIGKILL)
             for command in started: command.read_until('rank 1 was ended by SIGKILL')
         return place / 'run', [command.end() for command in started]
     finally:
-        for command in started: command.process.kill()
+        for command in started: command.kill()
 
 
 @pytest.mark.long
@@ -255,29 +204,6 @@ def test_it_goes_on_on_one_host_with_the_numbers_of_a_whole_run(killed, finished
 def test_hosts_that_cannot_work_are_refused(given, message):
     with pytest.raises(ValueError, match=message): check_hosts(**given)
     with pytest.raises(ValueError, match=message): check(make_config({**SHORT, **given}))
-
-
-def test_two_ways_to_several_hosts_are_refused(tmp_path):
-    (file := tmp_path / 'hosts').write_text('one slots=2\ntwo slots=2\n')
-    with pytest.raises(ValueError, match='hostfile'):
-        check(make_config({**SHORT, 'ranks': 4, 'hostfile': str(file), 'hosts': 2, 'endpoint': 'one:29500'}))
-
-
-def test_what_deepspeeds_launcher_needs_is_said_before_a_run(tmp_path, monkeypatch):
-    "First neither pdsh nor a way by ssh to one of two hosts; then all is there."
-    (file := tmp_path / 'hosts').write_text('one slots=1\ntwo slots=1\n')
-    (ssh := tmp_path / 'bin' / 'ssh').parent.mkdir()
-    ssh.write_text('#!/bin/sh\nfor word; do [ "$word" = two ] && exit 255; done; exit 0\n')
-    ssh.chmod(0o755)
-    monkeypatch.setenv('PATH', f'{ssh.parent}:/bin')
-    asked = {**SHORT, 'run': str(tmp_path / 'run'), 'ranks': 2, 'hostfile': str(file), 'dry_run': True}
-    with pytest.raises(ValueError, match='start') as refused: train(asked, say=lambda line: None)
-    assert 'pdsh is not installed here' in str(refused.value) and 'ssh does not reach two of' in str(refused.value)
-    for name in ('ssh', 'pdsh'):
-        (tmp_path / 'bin' / name).write_text('#!/bin/sh\nexit 0\n')
-        (tmp_path / 'bin' / name).chmod(0o755)
-    assert missing_for_hosts(str(file)) == []
-    assert train(asked, say=lambda line: None) == tmp_path / 'run'
 
 
 def test_an_endpoint_that_is_not_known_here_is_said_before_a_run(tmp_path):

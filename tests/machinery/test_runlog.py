@@ -428,8 +428,7 @@ def run_of_three(folder):
 
 @pytest.mark.parametrize('name', ['metrics.jsonl', 'turns.jsonl.gz'])
 def test_a_run_does_not_go_on_over_a_gap(tmp_path, name):
-    """Cut at every place of its last kilobyte: the checkpoint is beyond what the file tells, and the run would go on as
-    if its steps had never been."""
+    "Cut at every place of its last kilobyte: the checkpoint is beyond what the file tells."
     run = run_of_three(tmp_path / 'run')
     whole = (run / name).read_bytes()
     for lost in range(1, min(1024, len(whole)) + 1):
@@ -499,8 +498,7 @@ def test_settings_are_written_in_utf_8_whatever_the_host_speaks(tmp_path, run_py
 
 @pytest.mark.parametrize('endpoint, writes', [('127.0.0.1:29500', 'the first'), ('nowhere.invalid:29500', 'none')])
 def test_a_run_on_several_hosts_has_one_notebook(tmp_path, run_python, endpoint, writes):
-    """By the first of the papermills on the endpoint's host. The run has begun by the time that the second one comes,
-    and is held by the first one's kernel."""
+    "By the first of two papermills; the run has begun when the second comes."
     folder = tmp_path / 'runs' / 'one'
     text = lambda who: json.dumps({
         'cells': [{'cell_type': 'code', 'source': f"run = ''\nresume = False  # {who}", 'execution_count': None,

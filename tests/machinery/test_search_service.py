@@ -56,8 +56,7 @@ def post(url, value):
 
 
 class Canned(http.server.BaseHTTPRequestHandler):
-    """Gives the server's `answers` (status, bytes), one after the other, the last one for ever; None hangs up, a
-    number of seconds waits."""
+    "Gives `answers` (status, bytes), one after the other, the last for ever; None hangs up, seconds wait."
     def do_POST(self):
         self.server.asked.append(json.loads(self.rfile.read(int(self.headers['Content-Length']))))
         answer = self.server.answers[min(len(self.server.asked), len(self.server.answers)) - 1]
@@ -112,32 +111,6 @@ def test_what_comes_over_http_is_what_the_retriever_said(texts, queries, k):
         assert SearchClient(server.url, **FAST).search(queries, k) == Everything().search(queries, k)
 
 
-def test_a_served_index_searches_like_the_index(corpus):
-    bm25, queries = BM25(corpus), ['odd', 'text 3', 'tïtle', 'zebra', 'odd']
-    with SearchServer(bm25) as server:
-        client = SearchClient(server.url, **FAST)
-        assert isinstance(client, Retriever) and client.search(queries, 3) == bm25.search(
-            queries, 3) and client.search([], 3) == []
-        assert SearchClient(server.url.removesuffix('/retrieve'), **FAST).search(['odd'], 1) == bm25.search(['odd'], 1)
-        assert SearchTool(client, 2, None).run(['odd', 'even']) == SearchTool(bm25, 2, None).run(['odd', 'even'])
-        first, again = client.search(['odd', 'odd'], 2)
-        first.clear()
-        assert again
-
-
-def test_many_clients_at_once_get_their_own_answers(corpus):
-    bm25, out = BM25(corpus), {}
-    with SearchServer(bm25) as server:
-        def ask(i):
-            out[i] = [
-                SearchClient(server.url, seconds=60).search([f'text {(i + j) % 7}'], 1)[0][0].id for j in range(5)
-            ]
-        threads = [threading.Thread(target=ask, args=(i,)) for i in range(12)]
-        for t in threads: t.start()
-        for t in threads: t.join()
-    assert out == {i: [bm25.search([f'text {(i + j) % 7}'], 1)[0][0].id for j in range(5)] for i in range(12)}
-
-
 @pytest.mark.parametrize(
     'body, said',
     [
@@ -165,19 +138,6 @@ def test_a_senseless_request_is_told_why(corpus, body, said):
         assert post(server.url + '/else', {'queries': ['odd']})[0] == 404
 
 
-def test_a_retriever_that_raises_is_the_servers_error_and_is_asked_again():
-    class Broken:
-        calls = 0
-        def search(self, queries, k):
-            self.calls += 1
-            raise RuntimeError('the index is on fire')
-    broken = Broken()
-    with SearchServer(broken) as server:
-        with pytest.raises(SearchError, match='index'):
-            SearchClient(server.url, tries=4, **FAST).search(['a'], 1)
-        assert broken.calls == 4
-
-
 def test_passing_failures_are_tried_again_and_refusals_are_not(canned):
     url, asked = canned((503, b'busy'), None, (429, b'slow down'), answer([ENTRY]))
     assert SearchClient(url, tries=4, **FAST).search(['q'], 3) == [[Passage('4', 'Orvane', 'A port.\nIt is old.', 1.5)]]
@@ -188,15 +148,6 @@ def test_passing_failures_are_tried_again_and_refusals_are_not(canned):
     url, asked = canned(None)
     with pytest.raises(SearchError, match='reached'): SearchClient(url, tries=2, **FAST).search(['q'], 3)
     assert len(asked) == 2
-
-
-def test_pauses_between_tries_double(canned, monkeypatch):
-    from credit_rl import search_service
-    pauses = []
-    monkeypatch.setattr(search_service.time, 'sleep', pauses.append)
-    url, _ = canned((503, b''))
-    with pytest.raises(SearchError): SearchClient(url, tries=4, pause=.5).search(['q'], 1)
-    assert pauses == [.5, 1, 2]
 
 
 def test_a_server_that_hangs_ends_the_run_that_asks_it(canned):
@@ -226,8 +177,7 @@ def test_all_tries_and_requests_of_a_search_have_one_deadline(canned):
 
 
 def test_a_run_says_how_long_a_server_is_waited_for(canned, monkeypatch):
-    """Five answers that a server which starts again gives, then one: three tries, the default, are too few for it.
-    Training and evaluating take the same setting."""
+    "Five answers of a server that starts again: too few for the three tries of the default."
     from credit_rl import search_service
     pauses = []
     monkeypatch.setattr(search_service.time, 'sleep', pauses.append)
@@ -295,7 +245,9 @@ def test_more_than_k_is_cut_and_documents_may_come_without_scores(canned):
 
 def test_long_lists_go_in_several_requests_and_equal_queries_once(canned):
     url, asked = canned(answer([ENTRY], [ENTRY]))
-    assert len(SearchClient(url, batch=2, **FAST).search(['a', 'b', 'a', 'c', 'd'], 1)) == 5
+    found = SearchClient(url, batch=2, **FAST).search(['a', 'b', 'a', 'c', 'd'], 1)
+    found[0].clear()
+    assert [*map(len, found)] == [0, 1, 1, 1, 1]                               # each has a list of its own
     assert [a['queries'] for a in asked] == [['a', 'b'], ['c', 'd']]
 
 
@@ -313,7 +265,8 @@ def test_the_http_door(corpus):
 def test_a_proxy_of_the_environment_is_not_asked(corpus, monkeypatch):
     for name in ('http_proxy', 'HTTP_PROXY'): monkeypatch.setenv(name, 'http://127.0.0.1:9')
     monkeypatch.delenv('no_proxy', raising=False)
-    with SearchServer(BM25(corpus)) as server: assert SearchClient(server.url, tries=1).search(['odd'], 1)[0]
+    with SearchServer(BM25(corpus)) as server:
+        assert SearchClient(server.url.removesuffix('/retrieve'), tries=1).search(['odd'], 1)[0]
 
 
 def test_a_saved_index_is_served_from_the_command_line(corpus, tmp_path, root):
@@ -479,31 +432,20 @@ def test_a_hundred_clients_lose_nothing_when_a_worker_is_killed(tmp_path, root):
     bm25 = BM25(passages)
     bm25.save(tmp_path / 'index')
     mine = lambda i: [f'title{(31 * i + j) % 3000} w{(7 * i + j) % 900}' for j in range(6)]
-    out, delays = {}, []
+    out = {}
     with running(root, tmp_path / 'index', '--workers', '2') as (url, process):
         alive = workers(url, 2)
-        alone = []
-        for q in mine(0) * 3:
-            start = time.monotonic()
-            SearchClient(url).search([q], 3)
-            alone.append(time.monotonic() - start)
         def ask(i):
             client = SearchClient(url, seconds=60, tries=5, pause=.1)
-            for j, q in enumerate(mine(i)):
-                start = time.monotonic()
-                out[i, j] = client.search([q], 3)
-                delays.append(time.monotonic() - start)
+            for j, q in enumerate(mine(i)): out[i, j] = client.search([q], 3)
         threads = [threading.Thread(target=ask, args=(i,)) for i in range(100)]
         for t in threads: t.start()
-        while len(delays) < 100: time.sleep(.005)
+        while len(out) < 100: time.sleep(.005)
         os.kill(min(alive), signal.SIGKILL)
         for t in threads: t.join(120)
         assert not any(t.is_alive() for t in threads)
         assert min(alive) not in workers(url, 2)                               # and another has taken its place
     assert out == {(i, j): bm25.search([q], 3) for i in range(100) for j, q in enumerate(mine(i))}
-    p50, p99 = np.percentile(delays, [50, 99])
-    print(f'p50 {p50:.3f} s, p99 {p99:.3f} s of 100 clients; one alone p50 {np.median(alone):.3f} s')
-    assert p99 < 60
 
 
 def test_workers_end_with_their_parent(corpus, tmp_path, root):
@@ -662,8 +604,10 @@ def test_what_waits_is_one_search_and_a_request_that_fails_fails_alone():
         def ask(question):
             try: return client.search([question[0]], question[1])[0][0]
             except SearchError as e: return str(e)
-        found = list(pool.map(ask, asked))
+        found, before = list(pool.map(ask, asked)), len(index.sizes)
+        with pytest.raises(SearchError, match='index'): SearchClient(server.url, tries=4, **FAST).search(['broken'], 1)
+        assert len(index.sizes) == before + 4                                  # an error of the server's: asked again
     assert 'on fire' in found[7]
     assert all((p.id, p.score) == (q, k) for i, (p, (q, k)) in enumerate(zip(found, asked)) if i != 7)
     alone = 20                                       # requests of the batch that broke are searched one by one
-    assert len(index.sizes) <= alone + 10 and max(index.sizes) >= 5
+    assert before <= alone + 10 and max(index.sizes) >= 5

@@ -1,10 +1,6 @@
 """53_sharded: a learner behind DeepSpeed takes the plain one's steps, at every ZeRO stage, on one rank and on two."""
 import importlib.util
 import os
-import socket
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,45 +10,16 @@ if not importlib.util.find_spec('deepspeed'):
     pytest.skip('deepspeed is not installed: pip install credit_rl[train]', allow_module_level=True)
 
 import deepspeed_steps
+from started import on_ranks
 
 from credit_rl.layout import pack
 from credit_rl.learner import deal
 from credit_rl.tiny import tiny_tokenizer
 
-# ranks: the stages they run; those without pieces of weights or gradients in the nightly job
-STAGES = {1: (2, 3), 2: (0, 1, 2, 3) if os.environ.get('NIGHTLY') else (2, 3)}
+# ranks: the stages they run; those without pieces of weights or gradients, and one rank at stage 2, in the nightly job
+STAGES = {1: (2, 3), 2: (0, 1, 2, 3)} if os.environ.get('NIGHTLY') else {1: (3,), 2: (2, 3)}
 RUNS = [(ranks, stage) for ranks, stages in STAGES.items() for stage in stages]
 pytestmark = pytest.mark.long
-HANG = 540   # seconds after which a launch is ended: less than a test is given
-
-
-def launch(ranks, folder, other):
-    "Run the steps on some ranks: what each rank found. Judged by the files they write, for gloo may fall over at exit."
-    with socket.socket() as free:
-        free.bind(('127.0.0.1', 0))
-        port = free.getsockname()[1]
-    out, log = folder / 'out.pt', folder / 'log.txt'
-    command = [
-        sys.executable, '-m', 'torch.distributed.run', '--nproc_per_node', ranks, '--master_addr', '127.0.0.1',
-        '--master_port', port,
-        Path(deepspeed_steps.__file__), out, other, *STAGES[ranks]
-    ]
-    with open(log, 'w') as f:
-        process = subprocess.Popen(
-            list(map(str, command)), stdin=subprocess.DEVNULL, stdout=f, stderr=subprocess.STDOUT, env={
-                **os.environ, 'OMP_NUM_THREADS': '1', 'PYTHONUNBUFFERED': '1',
-                **({'GLOO_SOCKET_IFNAME': 'lo'} if sys.platform == 'linux' else {})
-            })
-        try: process.wait(HANG)
-        except subprocess.TimeoutExpired: pass
-        finally:
-            if process.poll() is None:
-                process.terminate()  # torchrun ends its ranks
-                try: process.wait(60)
-                except subprocess.TimeoutExpired: process.kill()
-    files = [Path(f'{out}.{rank}') if rank else out for rank in range(ranks)]
-    assert all(map(Path.exists, files)), f'{ranks} ranks left no result:\n{log.read_text()[-6000:]}'
-    return [torch.load(file, weights_only=True) for file in files]
 
 
 @pytest.fixture(scope='module')
@@ -65,14 +32,13 @@ def one_thread():
 
 @pytest.fixture(scope='module')
 def results(tmp_path_factory, one_thread):
-    """Results of each rank by the number of ranks; all happens once, when the first is asked for. The one is this
-    process; two, a launch, go on from its checkpoints; then it goes on from theirs."""
+    "Results of each rank by the number of ranks, all made when the first is asked for; each goes on from the other's."
     done = {}
     def get(ranks):
         if not done:
             alone, both = (tmp_path_factory.mktemp(f'ranks{n}') for n in (1, 2))
             found = deepspeed_steps.at_stages(STAGES[1], alone / 'out.pt', offload=('reference', 'teacher'))
-            done[2] = launch(2, both, alone / 'out.pt')
+            done[2] = on_ranks(deepspeed_steps.__file__, 2, both / 'out.pt', alone / 'out.pt', *STAGES[2])
             for stage in STAGES[1]:
                 found[stage] |= deepspeed_steps.go_on(stage, f'{both / "out.pt"}-{stage}')
             done[1] = [found]
@@ -106,8 +72,7 @@ def test_steps_are_those_of_the_plain_learner(results, plain, ranks, stage, case
 @pytest.mark.parametrize('dtype', ['bad', 'bad bfloat16'])
 @pytest.mark.parametrize('ranks, stage', RUNS)
 def test_a_gradient_that_is_not_finite_moves_nothing(results, plain, ranks, stage, dtype):
-    """Also without ZeRO, where DeepSpeed would take the step. All ranks stop alike, and name the trajectories; or they
-    skip that update, and the next is the plain learner's."""
+    "Also without ZeRO. All ranks stop alike and name the trajectories, or skip that update."
     wanted, found = plain['bad'], [rank[stage][dtype] for rank in results(ranks)]
     assert wanted['logs'][0]['bad_updates'] == 1 == wanted['logs'][0]['updates'] and wanted['finite']
     assert 'bad_updates' not in wanted['logs'][1] and wanted['why'][1]
@@ -135,13 +100,7 @@ def assert_learned_the_same(got, wanted):
                          [(*run, (name, 'adamw')) for run in RUNS for name in deepspeed_steps.METHOD_CASES]
                          + [(*run, (name, 'sgd')) for run in RUNS if run[1] > 1 for name in deepspeed_steps.LETTER])
 def test_methods_learn_the_same(results, plain, ranks, stage, case):
-    """Losses of policy and critic within 1e-4 over five steps, weights within 1e-4; values, gold answers by policy and
-    teacher.
-
-    By AdamW also across a refreshed teacher and a restored checkpoint. With two ranks one has no rows in the
-    last mini-batch of each step, and none when one trajectory is evaluated;
-    one rank alone has reference and teacher offloaded.
-    """
+    "Losses and weights within 1e-4 over five steps, a refreshed teacher and a restored checkpoint among them."
     got, wanted = results(ranks)[0][stage][case], plain[case]
     assert len(got['logs']) == deepspeed_steps.STEPS == 5
     assert_learned_the_same(got, wanted)
@@ -158,8 +117,7 @@ def test_a_refreshed_teacher_is_seen(plain):
 
 
 def test_the_batches_are_what_they_should_be(plain):
-    """Several updates a step, some with one trajectory only, none without credit unless a KL term moves the weights; a
-    trajectory in two rows."""
+    "Some of one trajectory only, none without credit unless a KL term moves; one in two rows."
     assert [log['updates'] for log in plain['grpo']['logs']] == [2] * deepspeed_steps.STEPS + [1, 0]
     assert [log['updates'] for log in plain['tspo']['logs']] == [2] * (deepspeed_steps.STEPS + 2)
     layout = deepspeed_steps.tspo()[0]
@@ -168,8 +126,7 @@ def test_the_batches_are_what_they_should_be(plain):
 
 
 def test_the_methods_batch_leaves_a_rank_without_rows_and_moves_the_weights(plain):
-    """Mini-batches of two, two and one trajectory, in rows of unequal lengths, each of which is an update; SGD moves
-    the weights by far more than the tolerance."""
+    "By far more than the tolerance, in rows of unequal lengths."
     groups = deepspeed_steps.method_batch()
     layout, begun = pack(groups), dict(deepspeed_steps.model(0, len(tiny_tokenizer()), True).named_parameters())
     assert [len(part) for part in torch.arange(len(layout.groups)).tensor_split(3)
@@ -198,8 +155,7 @@ def test_a_restored_learner_goes_on_as_if_nothing_had_happened(results, ranks, s
 
 @pytest.mark.parametrize('ranks, stage', [run for run in RUNS if run[1] > 1])
 def test_an_offloaded_optimiser_takes_the_same_steps_and_is_restored(results, plain, ranks, stage):
-    """In the host's memory: losses and weights are those without it, up to the rounding of a norm that DeepSpeed adds up
-    in another order; and after a checkpoint they are the very same ones."""
+    "Up to the rounding of a norm added up otherwise; from a checkpoint the very same."
     found = results(ranks)[0][stage]['offloaded']
     assert 'cpu' in found['where']
     assert_same_logs(found['logs'], found['logs here'], atol=2e-6, rtol=2e-6)
@@ -216,8 +172,7 @@ def test_an_offloaded_optimiser_moves_nothing_that_a_loss_does_not_reach(results
 
 
 def test_weights_that_a_critic_does_not_reach_would_be_moved_by_far_more_than_the_tolerance(plain):
-    """Its fifteen steps would shrink them by 3.7 per cent. And policy and critic have counted their own steps: three
-    of the policy's, with the credit of one step, are missing."""
+    "By 3.7 % in its fifteen steps. Each has counted its own: three of the policy's are missing."
     weights = plain[deepspeed_steps.UNTIED, 'adamw']['weights']
     logs = plain[deepspeed_steps.UNTIED, 'adamw']['logs']
     assert (1 - (1 - 5e-4 * 5) ** 15) * weights['lm_head.weight'].abs().max() > 1e-3
@@ -252,8 +207,7 @@ def test_two_ranks_go_on_where_one_stopped(results, stage):
 @pytest.mark.parametrize('case', ['carl', deepspeed_steps.UNTIED])
 @pytest.mark.parametrize('stage', STAGES[1])
 def test_a_critic_that_steps_apart_goes_on_on_another_number_of_ranks(results, plain, stage, case):
-    """A backbone that two losses move, with averages for each, and steps that each counts for itself: the fourth and
-    fifth step are the plain learner's."""
+    "Averages and numbers of steps for each loss: steps 4 and 5 are the plain learner's."
     wanted = plain[case, 'adamw']
     for ranks in (1, 2):
         got = results(ranks)[0][stage]['apart, other number of ranks'][case]

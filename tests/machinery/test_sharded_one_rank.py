@@ -156,8 +156,7 @@ def test_a_gradient_that_is_not_finite_moves_no_head(stage, kind, mix, apart):
 
 @pytest.mark.parametrize('stage', [2, 3])
 def test_512_rows_of_gold_answers_are_scored_alike(stage):
-    """Rollouts of one to three turns, one to four golds each and one of forty, whose branches are many times the
-    budget: log-probabilities of golds and of what was trained, by both backends."""
+    "One to three turns, one to four golds and one of forty: golds and trained tokens, by both backends."
     rng, question = random.Random(0), Question('q', 'Who?', ('one',))
     ids = lambda least, most: tuple(rng.randrange(1, 100) for _ in range(rng.randint(least, most)))
     turn = lambda: Turn('plain', (own := ids(1, 5)), [-1.] * len(own), ids(0, 6), '', '')

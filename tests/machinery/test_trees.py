@@ -1,11 +1,6 @@
 """Rows that share a prefix, read as a forest and in rows of their own: the same losses, gradients, whole steps."""
 import copy
 import importlib.util
-import os
-import socket
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -22,6 +17,7 @@ from credit_rl.scoring import AnswerTemplate, answer_logps, answer_logps_separat
 from credit_rl.trees import (CHUNK, Paths, attend_by_trees, check_tree, deal_nodes, node_numbers, path_attention, plant,
                              read_tree)
 from made_runs import SHORT
+from started import on_ranks
 
 SIZES = dict(vocab_size=40, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
              num_key_value_heads=2, head_dim=8, initializer_range=.3, max_position_embeddings=1024)
@@ -313,26 +309,14 @@ def test_steps_with_trees_are_those_without(critic, monkeypatch):
     assert sum(tree is not None for tree in forwards) >= 8          # and they were trees
 
 
-def launch(out, *stages):
-    "What two ranks of tree_steps found, rank 0's."
-    import tree_steps
-    with socket.socket() as free:
-        free.bind(('127.0.0.1', 0))
-        port = free.getsockname()[1]
-    command = [sys.executable, '-m', 'torch.distributed.run', '--nproc_per_node', 2, '--master_addr', '127.0.0.1',
-               '--master_port', port, tree_steps.__file__, out, *stages]
-    done = subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=540, env={
-        **os.environ, 'OMP_NUM_THREADS': '1', **({'GLOO_SOCKET_IFNAME': 'lo'} if sys.platform == 'linux' else {})})
-    assert Path(out).exists(), (done.stdout + done.stderr)[-6000:]
-    return torch.load(out, weights_only=True)
-
-
 @pytest.mark.skipif(not importlib.util.find_spec('deepspeed'), reason='pip install credit_rl[train]')
-def test_deepspeeds_steps_with_trees_are_the_plain_learners_without(tmp_path):
+@pytest.mark.parametrize('stages', [(3,), pytest.param((0, 1, 2), marks=pytest.mark.nightly)])
+def test_deepspeeds_steps_with_trees_are_the_plain_learners_without(tmp_path, stages):
     import tree_steps
     from credit_rl.learner import PlainBackend
-    found, wanted = launch(tmp_path / 'out.pt', 0, 1, 2, 3), tree_steps.two_steps(PlainBackend(), False)
-    assert sorted(found) == [0, 1, 2, 3]
+    found = on_ranks(tree_steps.__file__, 2, tmp_path / 'out.pt', *stages)[0]
+    wanted = tree_steps.two_steps(PlainBackend(), False)
+    assert sorted(found) == list(stages)
     for stage in found: assert_same_steps(found[stage], wanted)
 
 
@@ -368,8 +352,7 @@ def test_a_dry_run_says_what_sharing_saves_before_it_is_measured():
 
 
 def test_the_prediction_is_the_work_of_real_rows():
-    """Of equally long rows without a common token after the prompt it is exact, and of segments, whose calls are as
-    long as it takes them to be."""
+    "Exact where nothing is common but the prompt, and of segments, whatever their calls' lengths."
     from credit_rl.estimate import rows_work
     rng = iter(range(10 ** 6))
     new = lambda n: [next(rng) for _ in range(n)]

@@ -12,8 +12,6 @@ import math
 import os
 import pickle
 import signal
-import subprocess
-import sys
 import threading
 import time
 import types
@@ -23,7 +21,10 @@ import pytest
 import torch
 import yaml
 from fake_vllm import FakeServer
-from papermilled import commands_of, papermill, printed, shown, typed
+from papermilled import commands_of, papermill, printed, shown
+from papermilled import typed as typed_notebook
+from random_models import moved
+from started import Started, typed
 
 from credit_rl.engine import HFEngine, SamplingParams, seed_of
 from credit_rl.export import export_run
@@ -83,15 +84,6 @@ def weights(model):
     return {n: p.detach().clone() for n, p in model.named_parameters()}
 
 
-def moved(model, scale=.05, seed=0):
-    "A copy of a model with other weights."
-    other, generator = copy.deepcopy(model), torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for p in other.parameters():
-            p.add_(scale * torch.randn(p.shape, generator=generator))
-    return other
-
-
 def prompts_of(env, world):
     return env.chat.prompt_ids([q.text for q in world.questions])
 
@@ -107,9 +99,6 @@ def played(t):
 
 
 # ---- weights and log-probabilities ----
-
-def test_log_probabilities_are_the_models(base, engine):
-    assert sync_gap(engine, base[0], ODD, tolerance=1e-3)['logp_gap'] < 1e-4
 
 
 def test_after_a_sync_they_are_the_new_models(base, engine):
@@ -190,15 +179,6 @@ def test_greedy_games_are_the_other_engines(base, engine, env, world):
             torch.testing.assert_close(torch.tensor(x.action_logps), torch.tensor(y.action_logps), atol=1e-3, rtol=0)
 
 
-def test_games_with_tools_are_read_back_as_sampled(base, engine, env, world):
-    groups = rollout(engine, env, world.questions, 4, SamplingParams(max_tokens=24), seed=5)
-    layout = pack(groups)
-    seen = Learner(base[0], Loss(), Optimiser()).evaluate(layout)
-    assert logp_gap(seen.logp, layout.logps, layout.trained)['logp_gap_max'] < 1e-3
-    stops = {t.stop for t in flat(groups)}
-    assert Stop.ANSWER in stops and sum(len(x.observation_ids) > 0 for t in flat(groups) for x in t.turns) > 20
-
-
 @pytest.mark.parametrize('temperature', [.5, 1.7])
 def test_log_probabilities_are_those_of_the_tempered_distribution(base, engine, env, world, temperature):
     out = engine.generate(prompts_of(env, world)[:4], SamplingParams(temperature, max_tokens=12))
@@ -242,23 +222,12 @@ def test_a_seed_fixes_a_sample_whatever_the_company(engine, env, world):
 
 
 def test_more_is_submitted_than_one_step_can_read(engine):
-    """600 prompts of 100 ids at once, a few tokens each: nothing is read in pieces, whose draws a CPU's generator
-    could not take back."""
+    "600 prompts of 100 ids at once: nothing is read in pieces, whose draws a CPU could not take back."
     prompts = [[10 + (i * j) % 300 for j in range(1, 101)] for i in range(1, 601)]
     out = engine.generate(prompts, SamplingParams(max_tokens=3))
     some = range(0, 600, 60)
     assert [out.ids[i] for i in some] == engine.generate([prompts[i] for i in some], SamplingParams(max_tokens=3),
                                                          seeds=list(some)).ids
-
-
-def test_rollouts_repeat_themselves(engine, env, world):
-    "Seeds are of the question, the attempt and the turn: a question's games are the same among other questions."
-    sampling = SamplingParams(max_tokens=24)
-    all_ = rollout(engine, env, world.questions, 3, sampling, seed=9)
-    some = rollout(engine, env, world.questions[5:9], 3, sampling, seed=9)
-    assert [played(t) for t in flat(some)] == [played(t) for t in flat(all_[5:9])]
-    assert [played(t) for t in flat(some)
-            ] != [played(t) for t in flat(rollout(engine, env, world.questions[5:9], 3, sampling, seed=10))]
 
 
 # ---- where turns end ----
@@ -398,24 +367,10 @@ ADAPTED = dict(method='igpo', lora={'r': 4}, learning_rate=1e-2, correction='mas
                vllm={'own_process': True, 'arguments': SETTINGS})
 
 
-def start(root, folder, *words, **settings):
+def begin(root, folder, **settings):
     "A run as a process of its own, whose lines can be read."
-    settings = {
-        **TINY, 'model': str(root / 'data' / 'tiny_base'), 'correction': 'truncated', 'run': str(folder), **settings
-    }
-    return subprocess.Popen(
-        [sys.executable, '-m', 'credit_rl.train', *words, *(f'{k}={json.dumps(v)}' for k, v in settings.items())],
-        cwd=root, text=True, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        env={**os.environ, 'PYTHONPATH': str(root), 'CUDA_VISIBLE_DEVICES': '', 'PYTHONUNBUFFERED': '1'})
-
-
-def read_until(process, words):
-    lines = []
-    for line in process.stdout:
-        lines.append(line)
-        if words in line:
-            return lines
-    raise AssertionError(f'{words!r} was never said:\n' + ''.join(lines)[-4000:])
+    base = {**TINY, 'model': str(root / 'data' / 'tiny_base'), 'correction': 'truncated', 'run': str(folder)}
+    return Started('credit_rl.train', *typed({**base, **settings}))
 
 
 def agrees(folder, steps):
@@ -428,47 +383,27 @@ def agrees(folder, steps):
     assert table.sampler_weight[1:].sub(1).abs().lt(1e-4).all() and table.sampler_cut[1:].eq(0).all()
 
 
-def test_a_run_is_killed_and_resumed(root, tmp_path):
-    "TSPO in process: whole, and killed after its third step and resumed."
-    whole = start(root, tmp_path / 'whole')
-    said = whole.communicate()[0]
-    assert whole.returncode == 0, said[-4000:]
-    agrees(tmp_path / 'whole', 4)
-    killed = start(root, tmp_path / 'killed')
-    read_until(killed, 'step 3/4')
-    killed.kill()
-    killed.communicate()
-    assert latest_checkpoint(tmp_path / 'killed')[0] == 2
-    again = start(root, tmp_path / 'killed', resume=True)
-    said = again.communicate()[0]
-    assert again.returncode == 0 and 'resumed after step 2' in said, said[-4000:]
-    assert same_metrics(tmp_path / 'whole', tmp_path / 'killed') == [] and read_turns(
-        tmp_path / 'whole') == read_turns(tmp_path / 'killed')
-
-
 def test_a_killed_engine_and_a_killed_learner(root, tmp_path):
-    """IGPO with an adapter, vLLM in a process of its own: when that is killed the run ends with the reason and can be
-    resumed; when the run is killed vLLM's processes end too. Resumed both times, its numbers are those of a run
-    that nobody killed."""
-    run = start(root, tmp_path / 'run', **ADAPTED)
-    read_until(run, 'step 1/4')
+    "IGPO with an adapter: each death ends both with the reason; resumed, the numbers are a whole run's."
+    run = begin(root, tmp_path / 'run', **ADAPTED)
+    run.read_until('step 1/4')
     core = [p for p in psutil.Process(run.pid).children(recursive=True) if 'EngineCore' in p.name()]
     assert len(core) == 1
-    read_until(run, 'step 2/4')
+    run.read_until('step 2/4')
     core[0].kill()
     said = run.communicate()[0]
     assert run.returncode == 1 and "vLLM's own process ended while it was to" in said and 'Traceback' not in said, said[
         -4000:]
     assert latest_checkpoint(tmp_path / 'run')[0] == 2 and not (tmp_path / 'run' / 'summary.json').exists()
-    again = start(root, tmp_path / 'run', **ADAPTED, resume=True)
-    read_until(again, 'resumed after step 2')
+    again = begin(root, tmp_path / 'run', **ADAPTED, resume=True)
+    again.read_until('resumed after step 2')
     family = psutil.Process(again.pid).children(recursive=True)
     assert any('EngineCore' in p.name() for p in family)
-    read_until(again, 'step 3/4')
+    again.read_until('step 3/4')
     again.kill()
     again.communicate()
     assert not psutil.wait_procs(family, 60)[1]
-    last, whole = start(root, tmp_path / 'run', **ADAPTED, resume=True), start(root, tmp_path / 'whole', **ADAPTED)
+    last, whole = begin(root, tmp_path / 'run', **ADAPTED, resume=True), begin(root, tmp_path / 'whole', **ADAPTED)
     for process in (last, whole):
         said = process.communicate()[0]
         assert process.returncode == 0, said[-4000:]
@@ -488,7 +423,7 @@ def child_of(run):
 
 def test_an_interrupt_ends_a_run_whose_engine_hangs_while_it_starts(root, tmp_path):
     "vLLM takes an interrupt for the end of one of its waits, and goes on with the next, of ten minutes."
-    run = start(root, tmp_path / 'run', **ADAPTED)
+    run = begin(root, tmp_path / 'run', **ADAPTED)
     core = child_of(run)
     core.suspend()
     time.sleep(20)                                             # until it is waited for
@@ -500,7 +435,7 @@ def test_an_interrupt_ends_a_run_whose_engine_hangs_while_it_starts(root, tmp_pa
 
 def test_an_engine_that_starts_ends_with_a_run_that_is_killed(root, tmp_path):
     "It would wait for a word for ever."
-    run = start(root, tmp_path / 'run', **ADAPTED)
+    run = begin(root, tmp_path / 'run', **ADAPTED)
     core = child_of(run)
     time.sleep(2)
     run.kill()
@@ -509,19 +444,18 @@ def test_an_engine_that_starts_ends_with_a_run_that_is_killed(root, tmp_path):
 
 
 def test_a_run_one_step_off_is_killed_and_resumed(root, tmp_path):
-    """TIPS, vLLM in a process of its own that plays the next step while this one is learned from: every batch but the
-    first is two updates old and weighed, and a run that was killed goes on to the numbers of a whole one."""
+    "TIPS: every batch but the first is two updates old and weighed; the numbers are a whole run's."
     settings = dict(method='tips', ahead=1, gap=10., learning_rate=2e-3,
                     vllm={'own_process': True, 'arguments': SETTINGS})
-    killed = start(root, tmp_path / 'killed', **settings)
-    read_until(killed, 'step 3/4')
+    killed = begin(root, tmp_path / 'killed', **settings)
+    killed.read_until('step 3/4')
     family = psutil.Process(killed.pid).children(recursive=True)
     killed.kill()
     killed.communicate()
     assert family and not psutil.wait_procs(family, 60)[1]
     assert (latest_checkpoint(tmp_path / 'killed')[1] / 'played.jsonl.gz').exists()
     for folder, resume in (('whole', False), ('killed', True)):
-        run = start(root, tmp_path / folder, **settings, resume=resume)
+        run = begin(root, tmp_path / folder, **settings, resume=resume)
         said = run.communicate()[0]
         assert run.returncode == 0, said[-4000:]
     assert same_metrics(tmp_path / 'whole', tmp_path / 'killed') == [] and read_turns(
@@ -532,9 +466,8 @@ def test_a_run_one_step_off_is_killed_and_resumed(root, tmp_path):
 
 
 def test_two_ranks_with_a_vllm_each_do_what_the_notebook_does(root, tmp_path):
-    """DeepSpeed trains on two ranks, each with a vLLM of its own that takes the gathered weights; the same rollouts
-    and numbers as one process without DeepSpeed, which `90_train` is by papermill."""
-    ranks = start(root, tmp_path / 'two', learner='deepspeed', stage=3, ranks=2)
+    "The rollouts and numbers of one process without DeepSpeed, which `90_train` is by papermill."
+    ranks = begin(root, tmp_path / 'two', learner='deepspeed', stage=3, ranks=2)
     said = ranks.communicate()[0]
     assert ranks.returncode == 0, said[-4000:]
     code, said, notebook = papermill(
@@ -548,16 +481,15 @@ def test_two_ranks_with_a_vllm_each_do_what_the_notebook_does(root, tmp_path):
 
 
 def test_two_ranks_learn_from_two_servers_of_which_one_is_killed(root, tmp_path, base, env, world):
-    """vLLM's own servers: what they play ahead, DeepSpeed on two ranks reads after each transfer as they sampled it. One
-    that is killed in the middle of a step leaves the games as they are, and the servers end when they are told."""
+    "Ahead or not, two ranks read what was sampled. A server killed in a step leaves the games as they are."
     model, tokenizer, folder = base
     settings = ServeSettings(replicas=2, dtype='float32', arguments=SETTINGS)
     serving = Serving(settings.commands(folder, 192, 64), tmp_path / 'servers', 900)
     family = psutil.Process().children(recursive=True)
     try:
         for k in (0, 2):
-            run = start(root, tmp_path / f'run-{k}', engine='served', vllm={}, servers=serving.urls, learner='deepspeed',
-                        ranks=2, stage=3, ahead=k, gap=10.)
+            run = begin(root, tmp_path / f'run-{k}', engine='served', vllm={}, servers=serving.urls,
+                        learner='deepspeed', ranks=2, stage=3, ahead=k, gap=10.)
             said = run.communicate()[0]
             assert run.returncode == 0, said[-4000:]
         agrees(tmp_path / 'run-0', 4)
@@ -593,7 +525,8 @@ def test_vllms_senders_speak_to_the_servers_that_live(base, monkeypatch, way):
     monkeypatch.setattr(torch.accelerator, 'current_device_index', lambda: 0)
     monkeypatch.setattr(ipc_engine, 'packed_ipc_producer', chunks)
     monkeypatch.setattr(nccl_engine, 'open_trainer_endpoint', lambda info: info)
-    monkeypatch.setattr(nccl_engine, 'packed_nccl_broadcast_producer', lambda iterator, **how: sent.append([n for n, _ in iterator]))
+    monkeypatch.setattr(nccl_engine, 'packed_nccl_broadcast_producer',
+                        lambda iterator, **how: sent.append([name for name, _ in iterator]))
     servers = [FakeServer(folder) for _ in range(2 if way == 'nccl' else 1)]
     engine = ServedEngine(folder, tokenizer, [s.url for s in servers], max_length=192, settings=ServeSettings(transfer=way))
     named = weights(model)
@@ -620,15 +553,14 @@ def test_vllms_senders_speak_to_the_servers_that_live(base, monkeypatch, way):
 
 
 def test_a_papers_file_acts_by_vllm(root, tmp_path):
-    """IGPO's file by the command in its head, in the tiny world: its learner and stage, on two ranks, each with a vLLM
-    in a process of its own that stays awake, as it must without a GPU."""
+    "IGPO's file by the command in its head, on two ranks, each with a vLLM that stays awake without a GPU."
     (tmp_path / 'runs').mkdir()
     for part in ('nbs', 'runs/params', 'settings.ini'): (tmp_path / part).symlink_to(root / part)
     (words,) = commands_of('igpo_qwen2.5_7b')
     small = dict(TINY, model=str(root / 'data' / 'tiny_base'), data='tiny', corpus=None, patience={}, mix={},
                  protocol='tiny', prompt_tokens=64, response_tokens=128, max_tokens=192, passages=1, dtype='float32',
                  ranks=2, steps=2, correction='truncated', learning_rate=1e-3, kl=.001)
-    notebook, run = typed(words, small, tmp_path), tmp_path / 'runs' / 'igpo_qwen2.5_7b'
+    notebook, run = typed_notebook(words, small, tmp_path), tmp_path / 'runs' / 'igpo_qwen2.5_7b'
     params = yaml.safe_load((run / 'params.yaml').read_text())
     wanted = {'method': 'igpo', 'learner.kind': 'deepspeed', 'learner.stage': 3, 'engine': 'vllm', 'ranks': 2,
               'messages.answer_stop': 'last', 'messages.malformed': 'end', 'average': 'sequence-mean-token-mean'}
@@ -637,7 +569,7 @@ def test_a_papers_file_acts_by_vllm(root, tmp_path):
     assert printed(notebook).count('2 ranks: ') == 1 and printed(notebook).count('step 2/2') == 1
 
 
-def test_an_evaluation_is_the_other_engines(root, tmp_path):
+def test_an_evaluation_is_the_other_engines(root, run_python, tmp_path):
     "What a run with an adapter made, exported: the same questions, greedily, through both engines, the same rows."
     train(
         {
@@ -651,11 +583,7 @@ def test_an_evaluation_is_the_other_engines(root, tmp_path):
                         run=str(tmp_path / name), engine=name, questions=6, protocol='tiny', max_tokens=512,
                         turn_tokens=24, passages=1, passage_tokens=30,
                         **({'vllm': {'arguments': SETTINGS}} if name == 'vllm' else {}))
-        done = subprocess.run(
-            [sys.executable, '-m', 'credit_rl.evaluate', *(f'{k}={json.dumps(v)}' for k, v in settings.items())],
-            cwd=root, text=True, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-            env={**os.environ, 'PYTHONPATH': str(root), 'CUDA_VISIBLE_DEVICES': ''})
-        assert done.returncode == 0, done.stdout[-4000:]
+        run_python('-m', 'credit_rl.evaluate', *typed(settings), env={'CUDA_VISIBLE_DEVICES': ''})
         rows[name] = read_turns(tmp_path / name / 'hotpotqa')
     bare = lambda rows: [(r['id'], [t['action_ids']
                                     for t in r['trajectory']['turns']], r['prediction'], r['stop'])

@@ -1,6 +1,5 @@
 """vLLM's own servers, by fake ones (tests/tools/fake_vllm.py): who is asked, what a death costs, whose weights sample."""
 import contextlib
-import copy
 import os
 import signal
 import subprocess
@@ -8,7 +7,6 @@ import sys
 import time
 
 import pytest
-import torch
 from fake_vllm import FakeServer
 from test_vllm_engine_sync import runs
 
@@ -21,7 +19,7 @@ from credit_rl.tiny import tiny_environment
 from credit_rl.train import train
 from credit_rl.vllm_engine import EngineLost, ServedEngine, ServeSettings, Serving, check_served, sync_gap
 from credit_rl.world import make_world
-from random_models import small_qwen
+from random_models import moved, small_qwen
 
 TURN = SamplingParams(max_tokens=12)
 
@@ -64,14 +62,6 @@ def served(base, *fakes, **how):
 
 
 def turns(server): return [body['token_ids'] for path, body in server.asked if path == 'inference/v1/generate']
-
-
-def moved(model):
-    other = copy.deepcopy(model)
-    with torch.no_grad():
-        for i, p in enumerate(other.parameters()):
-            p.add_(.05 * torch.randn(p.shape, generator=torch.Generator().manual_seed(i)))
-    return other
 
 
 def test_games_of_two_servers_are_one_engines_and_a_conversation_stays_where_it_is(base, games, alone):
@@ -231,7 +221,7 @@ RUN = dict(steps=3, eval_every=3, questions_per_step=4, group_size=2, questions=
            log_rollouts=4, learning_rate=1e-4, ahead=2, ranks=2, learner='deepspeed', stage=3)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_two_ranks_learn_two_steps_off_from_what_two_servers_play(base, tmp_path):
     "The first rank plays for both: the games of a run that plays by its own model, whose ranks share them."
     pytest.importorskip('deepspeed')

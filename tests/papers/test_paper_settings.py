@@ -432,7 +432,7 @@ def test_a_dry_run_names_all_that_is_missing_and_leaves_nothing(tmp_path):
     shutil.copytree(ROOT / 'data' / 'tiny_base', tmp_path / 'model')
     _SHAPE(Qwen2Config, 4, 65536, 262144, 64, 64, 152064).save_pretrained(tmp_path / 'model')
     lines = []
-    wanted = 'cannot start:\n- .*nowhere.*\n- .* GB free, but 3 checkpoints and the weights of the best take [0-9.]+ GB'
+    wanted = 'cannot start:\n- .*nowhere.*\n- .* GB free, but 3 checkpoints and the weights of 1 take [0-9.]+ GB'
     with pytest.raises(ValueError, match=wanted):
         train(
             dict(model=str(tmp_path / 'model'), data='hotpotqa', path=str(ROOT / 'data' / 'hotpotqa_sample.json'),

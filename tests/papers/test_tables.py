@@ -128,6 +128,19 @@ def test_a_folder_says_what_is_set_over_its_file():
     train, export, test = rows[0].works
     assert 'ranks=1' in test.words and 'questions=20' in test.words and f'model={export.folder}/model' in test.words
     assert rows[0].test.name.endswith('@best@eval_tspo,questions=20')
+    # what doesn't fit into a name is told apart by a checksum: before, the folder of an evaluation could not be made
+    much = {f'tests.{n}': 'x' * 30 for n in ('protocol', 'system_prompt', 'user_prompt', 'baseline')}
+    names = [plan_entry(find_entry('tspo', 'table 4'), 'x', over={**much, 'tests.seed': n})[0].test.name for n in (1, 2)]
+    assert names[0] != names[1] and len(names[0].split('@')[-1]) == 80
+    # a judge that is given is asked in place of all that files name, in small and at full size
+    judge = {'base_url': 'http://here/v1', 'model': 'm'}
+    for small, (paper, name) in ((s, e) for s in (False, True) for e in (('prs', 'table 1'), ('tips', 'table 4'))):
+        asked = [w for w in all_works(plan_entry(find_entry(paper, name), 'x', small, {'judge': judge}))
+                 if w.method == 'longform' or w.method == 'train' and 'judge' in w.config.options]
+        assert len(asked) == (5 if paper == 'prs' else 1)
+        assert all(judge in (w.given.get('judge'), w.given.get('options', {}).get('judge')) for w in asked)
+    tuned = next(w for w in all_works(plan_entry(find_entry('carl', 'table 2'), 'x')) if w.method == 'sft')
+    assert tuned.config.sft['calls'] and tuned.config.sft['per_question'] == 4
     carl = plan_entry(find_entry('carl', 'table 9'), 'x')
     warm = {r.label: next((w for w in r.works if w.method == 'warmup'), None) for r in carl}
     assert warm['7B CARL, cold'] is None and warm['7B CARL, random'].config.must_pass is False
@@ -148,7 +161,8 @@ def test_a_folder_says_what_is_set_over_its_file():
 
 
 def test_what_it_costs():
-    "Seven billion parameters, of which a checkpoint holds 14 bytes each: eleven of them, one under way, and the best."
+    """Seven billion parameters, of which a checkpoint holds 14 bytes each: two and one under way, and the weights of
+    nine more and of the best. Before, all eleven had their optimiser."""
     rows = plan_entry(find_entry('tspo', 'figure 5'), 'x')
     assert len(rows) == 33 and {r.step for r in rows} == {*range(0, 501, 50)}
     train = rows[0].works[0]
@@ -156,8 +170,16 @@ def test_what_it_costs():
     from credit_rl.estimate import memory, read_sizes
     from credit_rl.setup import plan_of
     needs = memory(read_sizes(BIG), plan_of(train.config))
-    assert size == 12 * needs['checkpoint'] + needs['best'] and 100 < hours < 2000
+    assert size == 3 * needs['checkpoint'] + 10 * needs['best'] and 100 < hours < 2000
     assert price(rows[0].works[1]) == (0, 2 * KNOWN_SIZES[BIG].parameters)
+    # a warm-up is not a training, a pool's answers are a turn, and a run by another model's teacher has its own size
+    dearest, dear, cheap = (max(price(w)[0] for w in all_works(plan_entry(find_entry('carl', 'table 2'), 'x'))
+                                if w.method == verb) for verb in ('train', 'pool', 'sft'))
+    warm = [price(w)[0] for w in all_works(plan_entry(find_entry('carl', 'table 11'), 'x')) if w.method == 'warmup']
+    assert max(warm) < .05 * dearest and cheap < dear < 100 and min(warm) < .5 * max(warm)      # cold: nothing is taught
+    own, other = (next(w for w in r.works if w.method == 'train' and 'tips_qwen2.5_7b' in w.name)
+                  for r in plan_entry(find_entry('tips', 'table 6'), 'x')[1:3])
+    assert price(own)[0] == price(other)[0]
     table = plan_table(all_works(rows)[:3])
     assert {*table.state} == {'missing'} and '0 of 3 done' in plan_lines(all_works(rows)[:3])[1]
 
@@ -225,6 +247,9 @@ def test_the_verbs(capsys, tmp_path):
     assert main(['reproduce', 'tspo', 'table 4', '--runs', str(tmp_path)]) == 0
     said = capsys.readouterr().out
     assert '0 of 9 done' in said and 'tspo_qwen2.5_3b,strategy=none' in said
+    assert main(['reproduce', 'tspo', 'table 4', '--runs', str(tmp_path), '--rows', 'none', 'all']) == 0
+    assert '0 of 6 done' in capsys.readouterr().out
+    with pytest.raises(SystemExit, match='nobody'): main(['reproduce', 'tspo', 'table 4', '--rows', 'nobody'])
     assert main(['reproduce', 'tspo', 'figure 3', '--run', '--draw']) == 0 and 'not measured' in capsys.readouterr().out
     with pytest.raises(SystemExit, match='no row is made'): main(['tables', 'tspo', 'table 4', '--runs', str(tmp_path)])
     with pytest.raises(SystemExit, match='numbered'): main(['reproduce', 'tips', 'table 7'])

@@ -1,5 +1,4 @@
-"""CARL end to end: training by programs, in segments, with a critic that was warmed up or not, in the tiny world and
-on real sets."""
+"""CARL end to end: programs, segments, a critic that was warmed up or not, in the tiny world and on real sets."""
 import contextlib
 import dataclasses
 import importlib.util
@@ -8,7 +7,6 @@ import math
 import os
 import shutil
 import signal
-import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -27,7 +25,6 @@ from credit_rl.tiny import tiny_model, tiny_tokenizer
 from credit_rl.tools import PythonTool, SearchTool
 from credit_rl import prepare as preparing, setup as staging, step_metrics, train as training, warmup
 from credit_rl.studies import competence
-from credit_rl.studies.when_to_ask import AskingChoice, run_asking
 from credit_rl.studies.competence import examine_run, examine_runs
 from credit_rl.critics import at_states, expected_calibration_error, segment_starts
 from credit_rl.engine import ScriptedEngine
@@ -50,9 +47,11 @@ from credit_rl.trajectory import (example_group, Group, Question, Result, Stop, 
 from credit_rl.warmup import GATE, GateReport, context_values, gold_shown, make_pairs, read_collected, read_warmed
 from papermilled import papermill, shown
 from pieces import learner_of, setup_of
+from started import typed
 
 ROOT = Path(__file__).resolve().parents[2]
 ROWS = ROOT / 'data' / 'rows'
+ON_A_CPU = {'PYTHONPATH': str(ROOT), 'DS_ACCELERATOR': 'cpu', 'CUDA_VISIBLE_DEVICES': ''}
 WORLD = dict(size=300, hops=[1, 2], famous=dict(train=30, dev=15, test=15), easy=5, hard=5)
 TINY = dict(protocol='carl-tiny', method='carl', world=WORLD, steps=2, eval_every=2, questions=20, dev_questions=6,
             test_questions=6, questions_per_step=4, group_size=4, learning_rate=1e-3, recompute=True, threads=1,
@@ -104,10 +103,7 @@ def model(tmp_path_factory):
 
 
 class Coder(ScriptedEngine):
-    """A scripted coder in the place of the random model, which would never call (a base that plays takes minutes to
-    make).
-    The learner recomputes the log-probabilities that it was not sampled with, so that all of a step but the sampling
-    is real."""
+    "A scripted coder, for the random model would never call. All but the sampling is real: the learner reads it again."
     def __init__(self, model, tokenizer, worlds, **limits):
         memory = {text: answer for w in worlds.values() for text, answer in memory_of(w).items()}
         super().__init__(lambda text, rng: act_coder(text, rng, NOISY_CODER, memory), tokenizer)
@@ -204,8 +200,7 @@ def wrong_sign(t):
                                answer='12.5')
 
 def test_the_measures_are_of_the_runs_own_metric():
-    """An answer off by its sign: exact match drops it, GSM8K's metric does not; and CARL's match takes a gold of
-    several words inside an answer."""
+    "Off by a sign is right by exact match, not by GSM8K's; CARL's match takes a gold inside an answer."
     t = wrong_sign(example_group().trajectories[0])
     metric = {'gsm8k': benchmark_metric('gsm8k')}
     assert competence_table([t], [1]).EM[1] == 1 and competence_table([t], [1], metric).EM[1] == 0 == competence_table(
@@ -218,42 +213,38 @@ def test_the_measures_are_of_the_runs_own_metric():
     assert (competence_table([longer], [1]).EM[1], competence_table([longer], [1])['CARL match'][1]) == (0, 1)
 
 
-def test_a_checkpoint_is_the_best_by_what_the_data_are_scored_by(monkeypatch):
-    "Dev answers off by their sign, of a run on GSM8K, of one on HotpotQA and of one in the tiny world."
+def chooser(monkeypatch, settings, question, played):
+    "A run that evaluates on one question, whose rollouts are given one after the other; what it logs."
+    played, logged, config = iter(played), [], make_config(settings)
+    monkeypatch.setattr(training, 'evaluate', lambda *a, **k: (None, [Group(question, [next(played)])]))
+    run = object.__new__(training.Run)
+    run.memory, run.metric = {'best': -1., 'best_step': 0}, staging.bound_method(config).metric
+    run.gated, run.chosen_by = False, config.checkpoints.chosen_by
+    setup = SimpleNamespace(questions={'dev': [question]}, environments={'dev': None})
+    run.log = SimpleNamespace(timed=lambda part: contextlib.nullcontext(), metrics=lambda step, **m: logged.append(m))
+    run.checkpoint = lambda step, name: None
+    run.ahead = training.AheadQueue()
+    run.actor = training.Actor(None, setup, config.sampling, 4, 8, 0, Ranks(), run.log)
+    return run, logged
+
+
+@pytest.mark.parametrize('data, best', [('gsm8k', 0.), ('hotpotqa+gsm8k', 0.), ('hotpotqa', 1.), ('tiny', 1.)])
+def test_a_checkpoint_is_the_best_by_what_the_data_are_scored_by(data, best, monkeypatch):
+    "A dev answer off by its sign, of runs on GSM8K, on HotpotQA and in the tiny world."
     t = wrong_sign(example_group().trajectories[0])
-    monkeypatch.setattr(training, 'evaluate', lambda *a, **k: (None, [Group(t.question, [t])]))
-    for data, best in (('gsm8k', 0.), ('hotpotqa+gsm8k', 0.), ('hotpotqa', 1.), ('tiny', 1.)):
-        run, logged, named = object.__new__(training.Run), {}, []
-        s = make_config({'data': data, 'method': 'carl', 'protocol': 'carl'})
-        run.memory, run.metric = {'best': -1., 'best_step': 0}, staging.bound_method(s).metric
-        run.gated, run.chosen_by = False, None
-        setup = SimpleNamespace(questions={'dev': [t.question]}, environments={'dev': None})
-        run.log, run.checkpoint = SimpleNamespace(
-            timed=lambda part: contextlib.nullcontext(),
-            metrics=lambda step, **m: logged.update(m)), lambda step, name: named.append(name)
-        run.ahead, run.actor = training.AheadQueue(), training.Actor(None, setup, s.sampling, 4, 8, 0, Ranks(), run.log)
-        assert training._evaluate_dev(run, 3, {}) == 1 and run.memory['best'] == best and logged['dev_em'] == 1
-        assert logged.get('dev_right', 1.) == best and ('dev_right' in logged) == ('gsm8k' in data)
+    run, logged = chooser(monkeypatch, {'data': data, 'method': 'carl', 'protocol': 'carl'}, t.question, [t])
+    assert training._evaluate_dev(run, 3, {}) == 1 and run.memory['best'] == best and logged[0]['dev_em'] == 1
+    assert logged[0].get('dev_right', 1.) == best and ('dev_right' in logged[0]) == ('gsm8k' in data)
 
 
 @pytest.mark.parametrize('chosen_by, best, step', [(None, 0., 1), ('em', 0., 1), ('f1', .8, 2)])
 def test_a_checkpoint_is_the_best_by_word_f1_where_a_run_says_so(chosen_by, best, step, monkeypatch):
     "Two evaluations, none exactly right: no answer, and then one with a word too many (2 of 3 and of 2: 0.8)."
     t, question = example_group().trajectories[0], Question('q', 'Where?', ('New York', ))
-    answers = iter([None, 'New York City'])
-    monkeypatch.setattr(training, 'evaluate', lambda *a, **k: (None, [Group(question, [
-        dataclasses.replace(t, question=question, answer=next(answers))])]))
-    run, logged = object.__new__(training.Run), []
-    s = make_config({'method': 'igpo', 'chosen_by': chosen_by})
-    run.memory, run.metric, run.gated = {'best': -1., 'best_step': 0}, 'em', False
-    run.chosen_by = s.checkpoints.chosen_by
-    run.log = SimpleNamespace(timed=lambda part: contextlib.nullcontext(),
-                              metrics=lambda step, **m: logged.append(m['dev_f1']))
-    run.checkpoint = lambda step, name: None
-    setup = SimpleNamespace(questions={'dev': [question]}, environments={'dev': None})
-    run.ahead, run.actor = training.AheadQueue(), training.Actor(None, setup, s.sampling, 4, 8, 0, Ranks(), run.log)
+    played = [dataclasses.replace(t, question=question, answer=answer) for answer in (None, 'New York City')]
+    run, logged = chooser(monkeypatch, {'method': 'igpo', 'chosen_by': chosen_by}, question, played)
     for at in (1, 2): training._evaluate_dev(run, at, {})
-    assert (run.memory['best'], run.memory['best_step'], logged) == (best, step, [0., .8])
+    assert (run.memory['best'], run.memory['best_step'], [m['dev_f1'] for m in logged]) == (best, step, [0., .8])
 
 
 LOOKED = {
@@ -264,8 +255,7 @@ LOOKED = {
 
 @pytest.mark.parametrize('name', SETS)
 def test_a_program_is_run_on_each_set_and_its_output_becomes_a_context(spoken, rows, name):
-    """A scripted coder that calculates or searches once, notes what came, and answers with it: three segments, of
-    which the last no longer sees the output."""
+    "Three segments: a call, a note of what came, an answer that no longer sees the output."
     stage = setup_of(make_config(
         {**REAL, 'data': name, 'path': rows(name), 'model': spoken, 'turn_tokens': 400, 'context_tokens': 200}))
     code, seen = LOOKED[name]
@@ -304,8 +294,7 @@ def spy_steps(monkeypatch):
 
 
 def test_segments_sum_to_what_the_critic_did_not_expect(model, scripted, tmp_path, monkeypatch):
-    """At lambda 0, on every rollout of a run: the advantages of the segments sum to R - V(s_0), though they lie in
-    rows of their own."""
+    "At lambda 0 the advantages of a rollout's segments sum to R - V(s_0), over rows of their own."
     steps = spy_steps(monkeypatch)
     run = quiet({**TINY, 'model': model, 'steps': 3, 'run': str(tmp_path / 'run')})
     assert len(steps) == 3
@@ -459,9 +448,16 @@ GATES = {'gate_auc', 'gate_sign', 'gate_explained'}
 
 
 @pytest.fixture
-def warm(model, scripted, tmp_path, easy_gate):
+def warm_up(model, scripted, tmp_path):
+    "A function of settings, beside WARM's, and of a folder's name to the folder of a warm-up that said nothing."
+    return lambda name='warm', **more: prepare({**WARM, 'model': model, **more, 'run': str(tmp_path / name)},
+                                               say=lambda line: None)
+
+
+@pytest.fixture
+def warm(warm_up, easy_gate):
     "Folder of a warm-up whose critic passed."
-    return prepare({**WARM, 'model': model, 'run': str(tmp_path / 'warm')}, say=lambda line: None)
+    return warm_up()
 
 
 def test_the_gate_is_read_again_on_what_the_policy_plays(model, warm, scripted, tmp_path, monkeypatch):
@@ -590,9 +586,8 @@ def test_a_warm_up_that_ends_on_its_way_goes_on_to_the_same_numbers(model, scrip
 @pytest.mark.long
 @pytest.mark.skipif(not importlib.util.find_spec('deepspeed'), reason='deepspeed is not installed: pip install '
                                                                       'credit_rl[train]')
-def test_ranks_warm_up_as_one_process_does(model, scripted, tmp_path):
-    """ZeRO-3 on two ranks, then its checkpoint resumed by one: the numbers and the critic of a plain warm-up of as
-    many steps."""
+def test_ranks_warm_up_as_one_process_does(model, scripted, tmp_path, run_python):
+    "ZeRO-3 on two ranks, resumed by one: the numbers and the critic of a plain warm-up."
     settings = {**WARM, 'model': model, 'warm_steps': 6, 'warm_least': 6, 'warm_every': 2, 'must_pass': False}
     whole = prepare({**settings, 'run': str(tmp_path / 'whole')}, say=lambda line: None)
     (tmp_path / 'parts').mkdir()
@@ -603,13 +598,7 @@ def test_ranks_warm_up_as_one_process_does(model, scripted, tmp_path):
         {'zero_optimization': {'stage3_param_persistence_threshold': 0}}
     }
     for more in ({'ranks': 2, 'warm_steps': 4, 'warm_least': 4}, {'ranks': 1, 'warm_least': 4, 'resume': True}):
-        done = subprocess.run(
-            [
-                sys.executable, '-m', 'credit_rl.prepare',
-                *(f'{k}={json.dumps(v)}' for k, v in {**spread, **more}.items())
-            ], cwd=ROOT, text=True, capture_output=True,
-            env={**os.environ, 'PYTHONPATH': str(ROOT), 'DS_ACCELERATOR': 'cpu', 'CUDA_VISIBLE_DEVICES': ''})
-        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+        run_python('-m', 'credit_rl.prepare', *typed({**spread, **more}), env=ON_A_CPU)
     assert same_metrics(whole, tmp_path / 'parts', 1e-3) == [] and read_metrics(whole).step.tolist() == [0, 2, 4, 6]
     for name in ('critic/model.safetensors', 'critic/head.pt'):
         a, b = (load_file(f / name) if name.endswith('safetensors') else torch.load(f / name)
@@ -617,28 +606,21 @@ def test_ranks_warm_up_as_one_process_does(model, scripted, tmp_path):
         for key in a: torch.testing.assert_close(a[key], b[key], atol=2e-4, rtol=0)
 
 
-def test_random_rollouts_and_a_linear_head_for_the_matched_baseline(model, scripted, tmp_path):
+def test_random_rollouts_and_a_linear_head_for_the_matched_baseline(model, warm_up, tmp_path):
     ppo = dict(method='ppo', critic='shared', critic_mix=0.)
-    warm = prepare(
-        {
-            **WARM, **ppo, 'model': model, 'collected': 'random', 'backbone_rate': 0., 'warm_steps': 4, 'warm_least':
-            4, 'warm_every': 4, 'must_pass': False, 'run': str(tmp_path / 'warm')
-        }, say=lambda line: None)
+    warm = warm_up(**ppo, collected='random', backbone_rate=0., warm_steps=4, warm_least=4, warm_every=4,
+                   must_pass=False)
     warmed, base = read_warmed(warm), load_model(model)[0]
     # a frozen backbone
     assert warmed.head == 'linear' and all(
         torch.equal(a, b) for a, b in zip(load_model(warmed.folder)[0].parameters(), base.parameters()))
-    run = read_metrics(
-        quiet({
-            **TINY, **ppo, 'model': model, 'critic_from': str(warm), 'options': {'lam': .95}, 'run':
-            str(tmp_path / 'run')
-        }))
+    run = read_metrics(quiet({**TINY, **ppo, 'model': model, 'critic_from': str(warm), 'options': {'lam': .95},
+                              'run': str(tmp_path / 'run')}))
     assert run.value_start[1] != 0 and run.kl.dropna().iloc[0] >= 0
 
 
 def test_three_questions_in_ten_are_looked_up_in_another_corpus(spoken, rows, tmp_path, monkeypatch):
-    """`other_corpus` end to end: the programs of those questions find its passages, in both parts and under both
-    prompts that call; those of the others the set's own."""
+    "In both parts and under both prompts that call; the others' programs find the set's own."
     path, corpus, code = rows('hotpotqa'), tmp_path / 'corpus.jsonl', 'print(search("river Ossel"))'
     corpus.write_text(''.join(
         json.dumps({'title': f'Elsewhere {i}', 'text': 'The river Ossel.'}) + '\n' for i in range(4)))
@@ -660,52 +642,29 @@ def test_three_questions_in_ten_are_looked_up_in_another_corpus(spoken, rows, tm
     settings = {k: v for k, v in REAL.items() if k not in ('steps', 'eval_every')} | {
         'turn_tokens': 400, 'context_tokens': 200, 'questions': 20, 'dev_questions': 10, 'test_questions': 6
     }
-    warm = prepare(
-        {
-            **settings, 'data': 'hotpotqa', 'path': str(path), 'model': spoken, 'collected': 'cold', 'must_pass': False,
-            'clusters': 2, 'other_corpus': str(corpus), 'run': str(tmp_path / 'warm')
-        }, say=lambda line: None)
-    for part in ('dev',):                                            # a cold critic is taught nothing
-        data, where = read_collected(warm / f'rollouts-{part}.jsonl.gz'), {}
-        for g, prompt in zip(data.groups, data.prompts):
-            seen = [turn.observation_text for turn in g.trajectories[0].turns if turn.call]
-            assert len(seen) == (prompt != 'direct')
-            for text in seen: where.setdefault(g.question.id, set()).add('Elsewhere' in text)
-        assert len(where) == len(data.questions) >= 8 and all(len(x) == 1 for x in where.values()) and sum(
-            x == {True} for x in where.values()) == round(.3 * len(where))
+    given = {**settings, 'data': 'hotpotqa', 'path': str(path), 'model': spoken, 'collected': 'cold',
+             'must_pass': False, 'clusters': 2, 'other_corpus': str(corpus)}
+    warmed = lambda name, **more: prepare({**given, **more, 'run': str(tmp_path / name)}, say=lambda line: None)
+    data, where = read_collected(warmed('warm') / 'rollouts-dev.jsonl.gz'), {}       # a cold critic is taught nothing
+    for g, prompt in zip(data.groups, data.prompts):
+        seen = [turn.observation_text for turn in g.trajectories[0].turns if turn.call]
+        assert len(seen) == (prompt != 'direct')
+        for text in seen: where.setdefault(g.question.id, set()).add('Elsewhere' in text)
+    assert len(where) == len(data.questions) >= 8 and all(len(x) == 1 for x in where.values())
+    assert sum(x == {True} for x in where.values()) == round(.3 * len(where))
     # tiers from a pool are those that the warm-up would play
     pool = run_evaluation(
         dict(model=spoken, data='hotpotqa', path=str(path), protocol='carl-direct', greedy=False, tries=2, turn_tokens=400,
              max_tokens=12000, run=str(tmp_path / 'pool')), say=lambda line: None, progress=False,
         engine=ScriptedEngine(act, load_tokenizer(spoken), max_length=12000))
-    given = {**settings, 'data': 'hotpotqa', 'path': str(path), 'model': spoken, 'collected': 'cold', 'must_pass': False,
-             'clusters': 2, 'other_corpus': str(corpus), 'pool': str(pool)}
-    again = read_collected(prepare({**given, 'run': str(tmp_path / 'pooled')}, say=lambda line: None) / 'rollouts-dev.jsonl.gz')
+    again = read_collected(warmed('pooled', pool=str(pool)) / 'rollouts-dev.jsonl.gz')
     assert again.tier.tolist() == data.tier.tolist() and set(again.tier.tolist()) == {1, 2}
     file = pool / 'hotpotqa' / 'manifest.json'
     file.write_text(file.read_text().replace('"prompt_hash": "', '"prompt_hash": "0'))
-    with pytest.raises(ValueError, match='prompt'): prepare({**given, 'run': str(tmp_path / 'other')}, say=lambda line: None)
+    with pytest.raises(ValueError, match='prompt'): warmed('other', pool=str(pool))
 
 
 MINILM = 'sentence-transformers/all-MiniLM-L6-v2'
-
-
-def test_what_a_critic_says_is_held_against_what_asking_is_worth(model, scripted, tmp_path):
-    warm = prepare(
-        {
-            **WARM, 'model': model, 'collected': 'random', 'must_pass': False, 'per_tier': 8, 'warm_steps': 2,
-            'warm_least': 2, 'warm_every': 2, 'clusters': 2, 'run': str(tmp_path / 'warm')
-        }, say=lambda line: None)
-    critic = {'critic_from': str(warm), 'critic': 'own'}
-    config = make_config({**TINY, **critic, 'model': model, 'run': str(tmp_path / 'run')})
-    said, asking, bias, form = run_asking(config, AskingChoice(attempts=6, asked=24), say=lambda line: None)
-    kept = json.loads((tmp_path / 'run' / 'asking.json').read_text())
-    assert kept['says'] == said and "critic's bias" in said and asking.delta['known'] > 0
-    assert asking.questions.sum() == 24 and asking.questions['known'] > 3
-    assert ((bias.value - bias.outcome - bias.bias).abs() < 1e-6).all() and bias.value.nunique() > 2
-    assert set(bias.index.get_level_values('kind')) == {'start', 'assimilate', 'invoke', 'commit'}
-    played = bias.states[:, 'start']
-    assert played.sum() == 24 * 6 and max(form.values()) > .7    # famous facts have a form of their own
 
 
 def test_a_failed_look_up_falls_back_on_memory_as_often_as_it_should():
@@ -724,10 +683,9 @@ def test_a_failed_look_up_falls_back_on_memory_as_often_as_it_should():
 
 
 @pytest.mark.parametrize('embed', [MINILM, None])
-def test_questions_are_clustered_by_the_named_model(model, scripted, tmp_path, monkeypatch, embed):
-    """The vectors of the model that `embed` names, through the import of sentence-transformers, are what is clustered:
-    a topic that is rare in them is drawn as often as the frequent one. Without a name its words are."""
-    loaded, asked = [], []
+def test_questions_are_clustered_by_the_named_model(warm_up, scripted, monkeypatch, embed):
+    "By the vectors of `embed`, else by words: a topic rare in them is drawn as often as a frequent one."
+    loaded, asked, fair = [], [], []
     rare = lambda text: sum(map(ord, text)) % 5 == 0                          # no word tells it
     class Encoder:
         def __init__(self, name, trust_remote_code): loaded.append((name, trust_remote_code))
@@ -737,22 +695,15 @@ def test_questions_are_clustered_by_the_named_model(model, scripted, tmp_path, m
     stub = ModuleType('sentence_transformers')
     stub.SentenceTransformer = Encoder
     monkeypatch.setitem(sys.modules, 'sentence_transformers', stub)
-    warm = prepare(
-        {
-            **WARM, 'model': model, 'collected': 'cold', 'must_pass': False, 'per_tier': 8, 'clusters': 2, 'embed':
-            embed, 'run': str(tmp_path / 'warm')
-        }, say=lambda line: None)
-    for part in ('dev',):
-        data, pool = read_collected(warm / f'rollouts-{part}.jsonl.gz'), scripted[part].questions
-        drawn = {
-            t: sum(rare(q.text) for q, tier in zip(data.questions, data.tier.tolist()) if tier == t) for t in (1, 2)
-        }
-        there = {t: sum(rare(q.text) for q in pool if q.meta['parametric'] == (t == 2)) for t in (1, 2)}
-        if embed: assert drawn == {t: min(4, there[t]) for t in (1, 2)}
-        else: assert drawn != {t: min(4, there[t]) for t in (1, 2)}
-    assert loaded == [(MINILM, False)] and [sorted(texts) for texts in asked] == [
-        sorted(q.text for q in scripted[part].questions) for part in ('dev',)
-    ] if embed else loaded == asked == []
+    warm = warm_up(collected='cold', must_pass=False, per_tier=8, clusters=2, embed=embed)
+    data, pool = read_collected(warm / 'rollouts-dev.jsonl.gz'), scripted['dev'].questions
+    for tier in (1, 2):
+        drawn = sum(rare(q.text) for q, t in zip(data.questions, data.tier.tolist()) if t == tier)
+        there = sum(rare(q.text) for q in pool if q.meta['parametric'] == (tier == 2))
+        fair.append(drawn == min(4, there))
+    assert all(fair) == bool(embed)
+    if embed: assert loaded == [(MINILM, False)] and [*map(sorted, asked)] == [sorted(q.text for q in pool)]
+    else: assert loaded == asked == []
 
 
 def test_a_model_that_cannot_be_loaded_is_told_before_anything_is_played(model, scripted, tmp_path, monkeypatch):
@@ -764,8 +715,7 @@ def test_a_model_that_cannot_be_loaded_is_told_before_anything_is_played(model, 
 
 @pytest.mark.long
 def test_the_notebook_shows_a_warm_up_and_ends_with_an_error_where_it_failed(model, scripted, tmp_path):
-    """`92_warmup` by papermill on warm-ups that are over: figure, table and report; then the reason why one may not
-    teach. And one that cannot begin."""
+    "`92_warmup` on two that are over: figure, table and report; why one may not teach."
     settings = {**WARM, 'model': model, 'warm_steps': 2, 'warm_least': 1, 'warm_every': 1}
     for name, must in (('allowed', False), ('failed', True)):
         prepare({**settings, 'must_pass': must, 'run': str(tmp_path / name)}, say=lambda line: None)
@@ -781,23 +731,14 @@ def test_the_notebook_shows_a_warm_up_and_ends_with_an_error_where_it_failed(mod
                               cwd=tmp_path, notebook='92_warmup')
     # a random model knows nothing
     assert code == 1 and 'questions are of Tier 1: a critic cannot learn what tells the tiers apart' in text
-    code, text, _ = papermill(tmp_path / 'notebook.ipynb',
-                              settings={**settings, 'warm_step': 3, 'run':
-                                        str(tmp_path / 'x')}, cwd=tmp_path, notebook='92_warmup')
-    assert code == 1 and "there is no setting 'warm_step'; did you mean 'warm_steps'?" in text and not (tmp_path /
-                                                                                                        'x').exists()
 
 
 # ---- does it know when to ask? ----
 
 @pytest.mark.long
-def test_finished_runs_are_examined_once_and_reported(model, scripted, tmp_path, monkeypatch):
+def test_finished_runs_are_examined_once_and_reported(model, warm_up, tmp_path, monkeypatch):
     "A critic on the policy's backbone, one of its own, and none; then the report by papermill."
-    warm = prepare(
-        {
-            **WARM, 'model': model, 'warm_steps': 2, 'warm_least': 1, 'warm_every': 1, 'must_pass': False, 'run': str(
-                tmp_path / 'runs' / 'curated-0')
-        }, say=lambda line: None)
+    warm = warm_up('runs/curated-0', warm_steps=2, warm_least=1, warm_every=1, must_pass=False)
     for name, more in (('carl-0', dict(critic_from=str(warm), log_rollouts=4)), ('ppo-0', dict(method='ppo')),
                        ('grpo-0', dict(method='grpo'))):
         run = quiet({**TINY, 'model': model, 'run': str(tmp_path / 'runs' / name), **more})
@@ -880,9 +821,8 @@ def test_finished_runs_are_examined_once_and_reported(model, scripted, tmp_path,
                                  marks=pytest.mark.nightly)],
     ids=['shared, stage 3', 'frozen, stage 2'],
 )
-def test_a_critic_in_the_pieces_of_deepspeed_is_examined(model, scripted, tmp_path, more):
-    """The same run by both learners: their critics agree, what each says of a state, too, and the examination asks
-    that of the pieces."""
+def test_a_critic_in_the_pieces_of_deepspeed_is_examined(model, scripted, tmp_path, more, run_python):
+    "Both learners' critics agree on every state, and the examination asks that of the pieces."
     settings = {
         **TINY, 'model': model, 'log_kl': False, 'turn_tokens': 12, **{k: v for k, v in more.items() if k != 'stage'}
     }
@@ -890,13 +830,7 @@ def test_a_critic_in_the_pieces_of_deepspeed_is_examined(model, scripted, tmp_pa
     for name, host in (('plain', {}), ('pieces', {
             'learner': 'deepspeed', 'stage': more['stage'], 'deepspeed': persist if more['stage'] == 3 else {}
     })):
-        done = subprocess.run(
-            [
-                sys.executable, '-m', 'credit_rl.train',
-                *(f'{k}={json.dumps(v)}' for k, v in {**settings, **host, 'run': str(tmp_path / name)}.items())
-            ], cwd=ROOT, text=True, capture_output=True,
-            env={**os.environ, 'PYTHONPATH': str(ROOT), 'DS_ACCELERATOR': 'cpu', 'CUDA_VISIBLE_DEVICES': ''})
-        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+        run_python('-m', 'credit_rl.train', *typed({**settings, **host, 'run': str(tmp_path / name)}), env=ON_A_CPU)
     (whole, _), (pieces, _) = competence.open_agent(tmp_path / 'plain',
                                                     'newest'), competence.open_agent(tmp_path / 'pieces', 'newest')
     assert not (latest_checkpoint(tmp_path / 'pieces')[1] / 'learner.pt').exists() and any(

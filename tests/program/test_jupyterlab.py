@@ -9,6 +9,7 @@ from pathlib import Path
 import nbformat
 import pytest
 from browser import find_browser, open_lab, open_tab
+from started import copied
 
 from credit_rl.parameters import notebooks_in
 
@@ -23,14 +24,9 @@ def git(folder, *words):
 
 
 @pytest.fixture
-def checkout(root, tmp_path):
+def checkout(tmp_path):
     "A clone of what the tour needs, all of it committed."
-    copy = tmp_path / 'clone'
-    for name in COPIED:
-        (copy / name).parent.mkdir(parents=True, exist_ok=True)
-        if (root / name).is_dir():
-            shutil.copytree(root / name, copy / name, ignore=shutil.ignore_patterns('__pycache__', '.*'))
-        else: shutil.copy(root / name, copy / name)
+    copy = copied(COPIED, tmp_path / 'clone')
     git(copy, 'init', '-q')
     git(copy, 'add', '-A')
     git(copy, 'commit', '-q', '-m', 'all')
@@ -89,8 +85,7 @@ def test_make_export_writes_back_what_was_saved(checkout, run_python):
 
 @pytest.mark.long
 def test_the_tour_in_a_real_jupyterlab(checkout, tmp_path):
-    """All cells run without an error, beside the copies that JupyterLab makes, and the map has none of those. Saved
-    twice, a line that was edited is the only one in which git sees a difference."""
+    "Beside its copies, no error and none of them in the map; saved twice, git sees an edited line only."
     find_browser()
     book = '[...window.jupyterapp.shell.widgets("main")].find(widget => widget.context && widget.context.isReady)'
     cells = f'{book}.content.widgets.map(cell => cell.model)'

@@ -1,12 +1,8 @@
-"""HotpotQA as it was published, end to end: a model from a folder, BM25 over the passages, the published prompt, five
-training steps, rollouts one can read."""
+"""HotpotQA as it was published, end to end: BM25, the published prompt, five training steps, rollouts one can read."""
 import dataclasses
 import html
 import json
 import math
-import os
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 
@@ -28,6 +24,7 @@ from credit_rl.trajectory import Group, Result, Stop, trajectory_from_json
 from credit_rl.view import show_rollout
 from papermilled import papermill, printed, shown
 from pieces import setup_of
+from started import typed
 
 ROOT = Path(__file__).resolve().parents[2]
 SAMPLE = ROOT / 'data' / 'hotpotqa_sample.json'
@@ -39,8 +36,7 @@ pytestmark = pytest.mark.usefixtures('on_a_cpu')
 
 
 def check_run(run, model_folder, settings):
-    """What must be true of a run of a random model: finite numbers, real prompts, right masks, rollouts that can be
-    read."""
+    "What must be true of a run of a random model: finite numbers, real prompts, right masks, readable rollouts."
     table = read_metrics(run)
     assert table.step.tolist() == list(range(settings['steps'] + 1))
     for line in (run / 'metrics.jsonl').read_text().splitlines():
@@ -80,22 +76,19 @@ def check_run(run, model_folder, settings):
     return table
 
 
-def test_five_steps_on_the_sample_by_the_command_line(spoken, tmp_path):
+def test_five_steps_on_the_sample_by_the_command_line(spoken, tmp_path, run_python):
     settings = {**SHORT, 'path': str(SAMPLE), 'dev_questions': 1, 'test_questions': 2, 'kl': .01}
-    arguments = [f'{k}={json.dumps(v)}' for k, v in {**settings, 'run': str(tmp_path / 'run'), 'model': spoken}.items()]
-    done = subprocess.run([sys.executable, '-m', 'credit_rl.train', *arguments], cwd=tmp_path,
-                          env={**os.environ, 'CUDA_VISIBLE_DEVICES': ''}, stdin=subprocess.DEVNULL,
-                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    assert done.returncode == 0, done.stdout
+    words = typed({**settings, 'run': str(tmp_path / 'run'), 'model': spoken})
+    said = run_python('-m', 'credit_rl.train', *words, cwd=tmp_path, env={'CUDA_VISIBLE_DEVICES': ''})
     # a hash of their words parts the six questions
-    assert '4 train, 1 dev, 1 test questions of hotpotqa' in done.stdout and 'step 5/5' in done.stdout
+    assert '4 train, 1 dev, 1 test questions of hotpotqa' in said and 'step 5/5' in said
     table = check_run(tmp_path / 'run', spoken, settings)
     assert table.updates[1:].eq(2).all() and table.loss[1:].notna().all()  # the KL term moves every trajectory
 
 
+@pytest.mark.nightly
 def test_five_steps_of_the_notebook_on_the_real_set(spoken, data, tmp_path):
-    """`90_train` by papermill. Nobody is right, so there is nothing to compare; the KL term asks for an update in each
-    mini-batch."""
+    "By papermill. Nobody is right, so the KL term asks for an update in each mini-batch."
     settings = {**SHORT, 'path': str(data / 'hotpotqa'), 'method': 'tspo', 'kl': .01}
     code, text, notebook = papermill(tmp_path / 'run' / 'notebook.ipynb', '-p', 'run', str(tmp_path / 'run'), '-p',
                                      'model', spoken, settings=settings, cwd=tmp_path)
@@ -118,8 +111,7 @@ ALIKE = ('popqa', 'bamboogle', 'hotpotqa', '2wikimultihopqa')
 @pytest.mark.parametrize('name', [pytest.param(n, marks=[pytest.mark.nightly] * (n in ALIKE))
                                   for n, b in BENCHMARKS.items() if b.common])
 def test_a_step_on_every_set(spoken, data, tmp_path, name):
-    """Training takes each set in its original format: with its own paragraphs, a corpus found beside it, or without a
-    search."""
+    "In its original format: with its own paragraphs, a corpus found beside it, or without a search."
     path = data / name / ('flashrag_test.jsonl' if name == 'triviaqa' else '')  # the original slice has three questions
     settings = {
         **SHORT, 'data': name, 'path': str(path), 'train_split': get_benchmark(name).eval_split, 'method': 'grpo',
@@ -130,13 +122,6 @@ def test_a_step_on_every_set(spoken, data, tmp_path, name):
     (step,) = [row for _, row in read_metrics(tmp_path / 'run').iterrows() if row.step == 1]
     assert step.updates == 2 and step.trajectories == settings['questions_per_step'] * settings[
         'group_size'] and math.isfinite(step.loss)
-
-
-def test_without_a_difference_an_outcome_alone_asks_for_no_update(spoken, data, tmp_path):
-    settings = {**SHORT, 'path': str(data / 'hotpotqa'), 'method': 'grpo', 'kl': None, 'steps': 2}
-    train({**settings, 'run': str(tmp_path / 'run'), 'model': spoken}, say=lambda line: None)
-    table = check_run(tmp_path / 'run', spoken, settings)
-    assert table.zero_advantage[1:].eq(1).all() and table.updates[1:].eq(0).all()
 
 
 def researcher(text, rng):
@@ -225,8 +210,7 @@ def test_rows_of_the_same_words_stand_in_one_part(tmp_path):
 
 
 def test_sets_are_mixed_by_their_shares(tmp_path):
-    """As many of each as stand in the shares to each other: of sets of 4 and 9 training questions four each, by shares
-    of 1 and 3 three and nine; at most `questions` in all."""
+    "Of 4 and 9 questions by equal shares four each, by 1 to 3 three and nine; at most `questions`."
     rows = json.loads(SAMPLE.read_text())
     for name, n in (('hotpotqa', 4), ('2wikimultihopqa', 9)):
         (tmp_path / name).mkdir()

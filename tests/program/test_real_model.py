@@ -1,6 +1,4 @@
-"""The chain of `make real`: a model from a file, demonstrations, fine-tuning, a look at what there is to learn,
-two steps
-of reinforcement, the page; with a random model of SmolLM2's architecture, and with the true one where it is there."""
+"""The chain of `make real`, with a random model of SmolLM2's architecture, and with the true one where it is there."""
 import importlib.util
 import json
 import re

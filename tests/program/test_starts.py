@@ -1,5 +1,4 @@
-"""The start of a run as a newcomer meets it: what is refused before anything is computed, what is said, and what a
-start that failed leaves behind."""
+"""The start of a run: what is refused before anything is computed, what is said, what a start that failed leaves."""
 import importlib
 import itertools
 import json
@@ -19,7 +18,7 @@ import torch
 import yaml
 
 from credit_rl import dry_run, evaluate, launch, prepare, sft, train as training
-from credit_rl.datasets import load_corpus, load_questions
+from credit_rl.datasets import load_questions
 from credit_rl.diagnostics import wilson
 from credit_rl.learner import Learner, Optimiser
 from credit_rl.models import find_model, load_model, local_folder
@@ -151,18 +150,13 @@ def as_papermill_writes(executed=False, cell="run = 'runs/train'\nresume = False
     return json.dumps({'cells': cells, 'metadata': {'papermill': {'parameters': given}}})
 
 
-def test_the_same_command_again_keeps_the_finished_notebook(tmp_path, monkeypatch):
-    "papermill writes before the first cell runs, so that is where the second start is refused."
+def test_a_dry_run_keeps_the_finished_notebook(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    run, write = Path('runs/mine'), RunFolders.write
-    write(as_papermill_writes(run='runs/mine'), run / 'notebook.ipynb')
-    RunLog(run).write_params({'seed': 1})
-    write(done := as_papermill_writes(executed=True, run='runs/mine'), run / 'notebook.ipynb')
-    for more in ({}, {'dry_run': True}):
-        with pytest.raises(FileExistsError, match='runs/mine'):
-            write(as_papermill_writes(run='runs/mine', **more), run / 'notebook.ipynb')
-    assert (run / 'notebook.ipynb').read_text() == done
-    write(as_papermill_writes(run='runs/mine', resume=True), run / 'notebook.ipynb')
+    place, write = Path('runs/mine/notebook.ipynb'), RunFolders.write
+    write(done := as_papermill_writes(executed=True, run='runs/mine'), place)
+    RunLog(place.parent).write_params({'seed': 1})
+    with pytest.raises(FileExistsError): write(as_papermill_writes(run='runs/mine', dry_run=True), place)
+    assert place.read_text() == done
 
 
 @pytest.mark.parametrize('path', ['runs/mine/notebook.ipynb', './runs/mine/notebook.ipynb'])
@@ -425,17 +419,6 @@ def test_another_file_of_the_same_split_is_named(tmp_path):
     settings = evaluate.Evaluation(model=BASE, data='hotpotqa', path=str(tmp_path), split='dev', questions=2)
     with pytest.warns(UserWarning, match='questions'):
         evaluate.open_set(settings, 'hotpotqa', {})
-
-
-def test_a_command_builds_an_index(tmp_path, capsys):
-    from credit_rl.command import main
-    from credit_rl.retrieval import BM25
-    sample, folder = str(ROOT / 'data' / 'hotpotqa_sample.json'), str(tmp_path / 'index')
-    main(['index', sample, folder])
-    assert 'passages in' in capsys.readouterr().out
-    assert BM25.load(folder).search(['Who?'], 1) == BM25(load_corpus('hotpotqa', sample)).search(['Who?'], 1)
-    with pytest.raises(SystemExit): main(['index', sample, folder])
-    assert 'is there already' in capsys.readouterr().err
 
 
 # ---- a folder that another process writes ----

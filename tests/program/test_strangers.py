@@ -29,7 +29,7 @@ from credit_rl.protocol import CHATML, PROTOCOLS, Chat, byte_tokenizer
 from credit_rl.readers import Passage
 from credit_rl.retrieval import BM25
 from credit_rl.runlog import (RunFolders, RunLog, atomic_write, latest_checkpoint, named_checkpoint,
-                              read_json, read_params, read_summary, read_turns, read_yaml, save_checkpoint)
+                              read_params, read_summary, read_turns, save_checkpoint)
 from credit_rl.warmup import WarmupResult, read_collected, read_tiers, read_warmed
 from credit_rl.watch import NewestRollouts
 
@@ -357,16 +357,6 @@ def test_an_index_says_little(tmp_path):
     BM25([Passage('0', 'a', 'b c')]).save(tmp_path / 'index')
     os.truncate(tmp_path / 'index' / 'index.json', 2 ** 33)
     with pytest.raises(ValueError, match='index.json'): BM25.load(tmp_path / 'index')
-
-
-def test_what_we_write_is_read(tmp_path):
-    values = {'a': [1, 2.5, None, 'ä\u202e'], 'b': {'c': True}}
-    with RunLog(tmp_path) as log:
-        log.write_params(values)
-        log.summary(values)
-    assert read_params(tmp_path) == read_summary(tmp_path) == values
-    assert read_yaml(tmp_path / 'params.yaml') == read_json(tmp_path / 'summary.json')
-    assert latest_checkpoint(tmp_path) is None
 
 
 @pytest.mark.parametrize('kind', ['a warm-up', 'its tiers'])

@@ -1,5 +1,4 @@
-"""A headless Chromium, driven through its debugging port: opens pages, types, takes pictures, and collects errors. A
-JupyterLab for it to look at."""
+"""A headless Chromium, driven through its debugging port, and a JupyterLab for it to look at."""
 import base64
 import contextlib
 import json
@@ -92,8 +91,7 @@ class Tab:
 
 
 def targets(port, kind, seconds=0):
-    """Addresses of a browser's pages, or of the frames ('iframe') that it keeps apart from theirs, as sandboxed ones; where
-    there is none yet, it is asked again for so long."""
+    "Addresses of a browser's pages, or frames ('iframe') of their own, as sandboxed ones are; asked for so long."
     end = time.monotonic() + seconds
     while True:
         with urllib.request.urlopen(f'http://127.0.0.1:{port}/json', timeout=60) as answer:
@@ -138,8 +136,7 @@ def wait_for_port(path, process, seconds):
 
 @contextlib.contextmanager
 def open_lab(work, home, *words, **env):
-    """A JupyterLab on loopback for the folder `work`, which ends with the block: its address and its variables. What it
-    writes besides lies in `home`."""
+    "A JupyterLab on loopback for the folder `work`, until the block ends: its address and its variables."
     env = {**os.environ, 'HOME': str(home),
            **{f'JUPYTER_{n}_DIR': str(home / n.lower()) for n in ('DATA', 'CONFIG', 'RUNTIME')}, **env}
     server = subprocess.Popen(

@@ -23,7 +23,6 @@ import csv
 import ctypes
 import gzip
 import hashlib
-import http.server
 import json
 import multiprocessing
 import os
@@ -32,16 +31,15 @@ import re
 import runpy
 import shutil
 import signal
-import socket
 import subprocess
 import sys
-import threading
 import time
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
+from started import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 MARK = 'CREDIT_RL_CAMPAIGN'      # environment variable of all that a fault starts: its number
@@ -202,12 +200,6 @@ def mounted(path):
 def mount(*words, check=True): return subprocess.run(['mount', *map(str, words)], check=check, capture_output=True)
 
 
-def free_port():
-    with socket.socket() as s:
-        s.bind(('127.0.0.1', 0))
-        return s.getsockname()[1]
-
-
 def environment(number):
     here = {k: v for k, v in os.environ.items() if k not in ('RANK', 'WORLD_SIZE', 'MASTER_ADDR')}
     return {**here, MARK: str(number), 'OMP_NUM_THREADS': '1', 'CUDA_VISIBLE_DEVICES': '', 'HF_HUB_OFFLINE': '1',
@@ -268,41 +260,24 @@ class SearchServer:
 
 class JudgeServer:
     "A judge that gives every pair a grade by its prompt; it may refuse all requests, or answer none."
-    def __init__(self, place): self.place, self.server, self.hangs = place, None, threading.Event()
+    def __init__(self, place): self.place, self.stub, self.hangs = place, None, False
+
+    def reply(self, prompt, attempt):
+        pairs = len(set(re.findall(r'^Pair (\d+)$', prompt, re.M)))
+        grade = hashlib.sha256(prompt.encode()).digest()[0] % 3
+        return 'hang' if self.hangs else f'ratings_by_pair={json.dumps([[grade, 1, 1]] * max(1, pairs))}'
 
     def start(self):
-        outer = self
-        class Handler(http.server.BaseHTTPRequestHandler):
-            def log_message(self, *words): pass
-            def do_POST(self):
-                text = self.rfile.read(int(self.headers['Content-Length']))
-                if outer.hangs.is_set(): time.sleep(30)
-                asked = json.loads(text)['messages'][-1]['content']
-                pairs = len(set(re.findall(r'^Pair (\d+)$', asked, re.M)))
-                grade = hashlib.sha256(asked.encode()).digest()[0] % 3
-                said = f'ratings_by_pair={json.dumps([[grade, 1, 1]] * max(1, pairs))}'
-                message = {'index': 0, 'finish_reason': 'stop', 'message': {'role': 'assistant', 'content': said}}
-                body = json.dumps({'id': '1', 'object': 'chat.completion', 'created': 0, 'model': 'stub',
-                                   'choices': [message]}).encode()
-                with contextlib.suppress(OSError):
-                    self.send_response(200)
-                    self.send_header('Content-Type', 'application/json')
-                    self.send_header('Content-Length', str(len(body)))
-                    self.end_headers()
-                    self.wfile.write(body)
-        self.hangs.clear()
-        class Server(http.server.ThreadingHTTPServer): daemon_threads, block_on_close = True, False
-        self.server = Server(('127.0.0.1', self.place.ports['judge']), Handler)
-        threading.Thread(target=self.server.serve_forever, args=(.05,), daemon=True).start()
+        from judge_server import Stub
+        self.hangs, self.stub = False, Stub(self.reply, self.place.ports['judge'])
+        self.stub.__enter__()
 
     def die(self): self.close()
-    def hang(self): self.hangs.set()
+    def hang(self): self.hangs = True
 
     def close(self):
-        if self.server is None: return
-        self.server.shutdown()
-        self.server.server_close()
-        self.server = None
+        if self.stub: self.stub.__exit__()
+        self.stub = None
 
 
 SERVERS = {'search': SearchServer, 'judge': JudgeServer}

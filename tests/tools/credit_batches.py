@@ -11,8 +11,7 @@ numbers = st.floats(-10, 10, width=32)
 
 @st.composite
 def batches(draw, values=numbers, lone=True):
-    """x (N, K) float64 with NaN padding, turn_mask, groups with any ids in any order, one of them of two members or
-    more."""
+    "x (N, K) float64 with NaN padding, turn_mask, groups with any ids in any order, one of two members or more."
     sizes = [draw(st.integers(2, 4))] + draw(st.lists(st.integers(1 if lone else 2, 4), max_size=3))
     labels = draw(st.lists(st.integers(-50, 50), min_size=len(sizes), max_size=len(sizes), unique=True))
     groups = draw(st.permutations([label for label, size in zip(labels, sizes) for _ in range(size)]))

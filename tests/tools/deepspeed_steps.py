@@ -46,8 +46,7 @@ def model(seed, vocabulary, tied=False):
 
 
 def played(tokenizer):
-    """Groups of 4, 2, 3 and 4 noisy games; the second trajectory reads its third turn in a context of its own, so it
-    is two rows."""
+    "Groups of 4, 2, 3 and 4 noisy games; the second's third turn is read in a context of its own, so in two rows."
     chat = Chat(PROTOCOLS['tiny'], tokenizer)
     world = make_world('train', 6, size=60, questions=4)
     groups = rollout(ScriptedEngine(lambda text, rng: act(text, rng, NOISY), tokenizer), tiny_environment(world, chat),
@@ -68,8 +67,7 @@ def adapted(seed, vocabulary, targets=('q_proj', 'v_proj', 'down_proj')):
 
 
 def grpo():
-    """The running example: two mini-batches of two and one trajectories, so on two ranks one has no rows, in
-    micro-batches of one row."""
+    "The running example: two mini-batches of two and one trajectories, in micro-batches of one row."
     batch = assign(METHODS['grpo'], [example_group()], look=lambda layout, asks: None)
     parts = dict(loss=Loss(average='token-mean'), optimiser=Optimiser(learning_rate=1e-3, minibatches=2, row_tokens=1))
     return batch.layout, batch.credit, Needs(logp=True), lambda: dict(model=model(0, 100), **parts)
@@ -108,8 +106,7 @@ class DeepSpeedSGD(SGD, DeepSpeedBackend): pass
 
 
 def make_learner(parts, backend=None, offload=()):
-    """A learner of some parts, with some of the models that it only reads offloaded. Behind a backend its models read
-    the head in several pieces, on two ranks in numbers that differ before they agree."""
+    "A learner of some parts, some models offloaded. Behind a backend its models read the head in several pieces."
     frozen = dataclasses.replace(parts.get('frozen', FrozenModels()), offload=offload)
     learner = Learner(**{**parts, 'frozen': frozen}, backend=backend)
     for scorer in (learner.scorer, learner.reference, learner.teacher) if backend else ():
@@ -122,8 +119,7 @@ def steps(learner, layout, credit, sees, count=STEPS):
 
 
 def follow(learner, layout, credit, sees, count=STEPS):
-    """What a learner logs over some steps, then over one with a single trajectory's credit and one with none; what it
-    says of rows then; its weights."""
+    "Logs over some steps, one with a single trajectory's credit and one with none; what it says of rows; weights."
     logs = steps(learner, layout, credit, sees, count)
     for rows in (layout.row_trajectory == 0, layout.row_trajectory < 0):
         logs += steps(learner, layout, dataclasses.replace(credit, advantages=credit.advantages * rows[:, None]), sees,
@@ -133,8 +129,7 @@ def follow(learner, layout, credit, sees, count=STEPS):
 
 
 def method_batch():
-    """Five trajectories of two groups, right ones and wrong ones in each, in six rows of unequal lengths. In
-    mini-batches of two, two and one: on two ranks, one has no rows in the last."""
+    "Five trajectories, right and wrong, in six rows of unequal lengths; two, two and one a mini-batch."
     first, second, *_ = played(tiny_tokenizer())
     return [Group(first.question, first.trajectories[1:]), second]
 
@@ -190,9 +185,7 @@ def weights_of(learner): return {n: w.detach().float().clone() for n, w in learn
 
 
 def bad_step(backend):
-    """The running example with credit so large that one of two mini-batches has a gradient that is not finite: what a
-    step logs that skips it, and a good one after it; the weights; why a step of another learner stops, and which
-    trajectories it names."""
+    "Credit so large that a mini-batch's gradient is not finite: logs when skipped, weights, why another stops."
     layout, credit, sees, parts = grpo()
     broken = dataclasses.replace(credit, advantages=credit.advantages * torch.tensor([[1e38], [1.], [1.]]))
     def learner_that(does):
@@ -244,8 +237,7 @@ def plain():
 
 
 def go_on(stage, folder):
-    """What follows checkpoints of another number of ranks: of the last case a step and the weights then; of critics
-    that step apart their last two steps."""
+    "What follows checkpoints of another number of ranks: a step and weights; of critics apart two steps."
     *batch, parts = grpo()
     learner = make_learner(parts(), DeepSpeedBackend(stage, settings=SPREAD_ALL))
     learner.restore(folder)

@@ -1,6 +1,8 @@
 """A judge behind HTTP, on this machine: what it replies is a function's word."""
 import http.server
 import json
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -24,10 +26,9 @@ class Server(http.server.ThreadingHTTPServer):
 
 
 class Stub:
-    """Chat completions on a free port. `script`: function (prompt, attempt) -> reply, status, 'hang', or a body (dict,
-    bytes)."""
+    "Chat completions. `script`: function (prompt, attempt) -> reply, status, 'hang', or a body (dict, bytes)."
 
-    def __init__(self, script):
+    def __init__(self, script, port=0):
         self.script, self.requests, self.lock, self.over = script, [], threading.Lock(), threading.Event()
         stub = self
 
@@ -59,7 +60,7 @@ class Stub:
 
             def log_message(self, *args): pass
 
-        self.server = Server(('127.0.0.1', 0), Handler)
+        self.server = Server(('127.0.0.1', port), Handler)
         self.server.daemon_threads = True
         self.thread = threading.Thread(target=self.server.serve_forever, kwargs={'poll_interval': 0.02}, daemon=True)
 
@@ -76,3 +77,16 @@ class Stub:
     def judge(self, **changes):
         setting = {'retries': 2, 'timeout': 600.0, 'concurrency': 4, **changes}
         return Judge(f'http://127.0.0.1:{self.server.server_port}/v1', 'stub', **setting)
+
+
+def pleased(prompt, attempt):
+    "What a judge may say, by what it is asked: of turns, of inventions, of the reference; every second time no."
+    if 'ratings_by_pair' in prompt: return f'ratings_by_pair={[[2, 1, 0]] * prompt.count("</tool_response>")}'
+    good, bad = ('grounded', 'invented') if 'invented' in prompt else ('Match', 'Mismatch')
+    return f'Evaluation Rating: {good if len(prompt) % 2 else bad}'
+
+
+if __name__ == '__main__':    # COMMAND …: with a judge behind it
+    with Stub(pleased) as stub:
+        judge = f'judge={{base_url: http://127.0.0.1:{stub.server.server_port}/v1, model: stub}}'
+        sys.exit(subprocess.call([*sys.argv[1:], judge]))

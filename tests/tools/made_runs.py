@@ -44,8 +44,7 @@ def assessed(run, step, em=.5, sets=SEVEN):
 
 
 def answered(folder, model, sets, baseline=None, greedy=True, hops=None, tries=1):
-    """An evaluation with its rows: of each set a list of (id, right, calls, answered); hops: by set, id → number; with
-    tries a pool, whose rows have their means."""
+    "An evaluation with rows: by set a list of (id, right, calls, answered); hops: set → id → number; tries: a pool."
     for name, rows in sets.items():
         right = [float(r) for _, r, *_ in rows]
         by = {}

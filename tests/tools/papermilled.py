@@ -22,8 +22,7 @@ def notebook_path(stem):
 
 @functools.cache
 def kernel():
-    """The manager of a kernel of this process that notebooks share one after the other, so that what they import is
-    loaded once. It ends with this process."""
+    "The manager of a kernel that notebooks share one after the other; it ends with this process."
     import conftest
     from jupyter_client import AsyncKernelManager
     from jupyter_core.utils import run_sync

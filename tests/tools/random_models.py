@@ -1,4 +1,5 @@
 """Small random models, saved to a folder as any model is."""
+import copy
 from pathlib import Path
 
 import torch
@@ -29,3 +30,11 @@ def random_model(folder):
     "Save a small random Qwen2 with a byte-level BPE to a folder. Returns the folder as str."
     tokenizer = byte_tokenizer(texts=[p.read_text() for p in sorted(ROWS.glob('*.*')) if p.is_file()], merges=400)
     return save_small(folder, tokenizer, hidden_size=32, intermediate_size=64)
+
+
+def moved(model, scale=.05, seed=0):
+    "A copy of a model with other weights."
+    other, generator = copy.deepcopy(model), torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for p in other.parameters(): p.add_(scale * torch.randn(p.shape, generator=generator))
+    return other

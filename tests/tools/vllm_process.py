@@ -21,19 +21,11 @@ from credit_rl.rollout import rollout
 from credit_rl.tiny import tiny_environment, tiny_tokenizer
 from credit_rl.vllm_engine import VLLMEngine, VLLMSettings, logp_gap, sync_gap
 from credit_rl.world import make_world
+from random_models import moved
 
 ROOT = Path(__file__).resolve().parents[2]
 SETTINGS = VLLMSettings('float32', arguments={'enforce_eager': True})
 ODD = [list(range(10, 10 + n)) for n in (5, 20, 60)]
-
-
-def moved(model, scale=.05):
-    "A copy of a model with other weights."
-    other, generator = copy.deepcopy(model), torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for p in other.parameters():
-            p.add_(scale * torch.randn(p.shape, generator=generator))
-    return other
 
 
 def syncs(engine, model):
@@ -77,8 +69,7 @@ class Eager(Chat):
 
 
 def carl():
-    """Rollouts in segments: contexts edited, a maximum and stop strings per segment; the other engine plays the same,
-    and the learner reads what was sampled."""
+    "Rollouts in segments, with edited contexts; the other engine plays the same, the learner reads what was sampled."
     model, tokenizer = load_model(str(ROOT / 'data' / 'tiny_base'))
     world = make_world('train', seed=3, size=200, questions=6)
     env = tiny_environment(world, Eager(PROTOCOLS['carl-tiny'], tokenizer), max_turns=6, max_tokens=256)
@@ -135,8 +126,7 @@ def adapter():
 
 
 class Waiting:
-    """A tool that does not answer before the engine has said more of the conversations that are still under way, or a
-    while has passed; `met` says which."""
+    "A tool that waits until the engine said more of others under way, or a while has passed; `met` says which."
     def __init__(self, tool, engine): self.tool, self.engine, self.met = tool, engine, []
 
     def call(self, calls):
