@@ -18,10 +18,10 @@ from .information_gain import belief_of, belief_warning
 from .launch import Progress, set_torch
 from .layout import hidden_states, pack, turn_means
 from .methods import get_method
-from .options import flat_options, options_in, setting
+from .options import SettingsGroup, flat_options, options_in, setting
 from .parameters import by_group, error_line, from_settings, make_parser, read_settings
 from .parts import assign
-from .rollout import RolloutSize, continuations, rollout
+from .rollout import continuations, rollout
 from .runlog import SilentLog, atomic_write, plain_json, write_json, writing
 from .significance import jackknife, ratio_interval
 from .settings import DOZEN, Keeping, Config, check, make_config
@@ -389,8 +389,10 @@ def _audit_figure(
 _RULES = ('grpo', 'tspo', 'igpo', 'tips', 'ppo', 'prs+vspo', 'gigpo', 'mt-grpo*', 'oracle')
 
 @dataclass(frozen=True)
-class AuditChoice(RolloutSize):
+class AuditChoice(SettingsGroup):
     "An audit."
+    asked: int = setting(16, 'questions that are played', least=2)
+    attempts: int = setting(4, 'attempts at each', least=2)
     rules: list = setting(list(_RULES), 'rows of METHODS that are judged')
     plays: int = setting(16, 'continuations of every state', least=2)
     teach: int = setting(4, 'batches from which a critic learns before it is judged', least=0)
@@ -436,17 +438,14 @@ def _judged_run(
     engine = make_engine(still, origin.start, stage.model, stage.chat.tokenizer)
     run = Run(still, stage, engine, make_learner(still, origin, stage.model), SilentLog(config.run),
               say=lambda line: say(f'{name}, {line}'))
-    for step in range(1, teach + 1 if critic else 1): _teach_critic(run, step)
+    for step in range(1, teach + 1 if critic else 1):        # without advantages the policy has nothing to learn
+        groups, rewards = play_step(run.actor, run.method, step)
+        batch = assign(run.method, groups, run.look(step), torch.Generator().manual_seed(step), run.prefix, rewards,
+                       run.tree)
+        if batch.empty: continue
+        nothing = torch.zeros_like(batch.credit.advantages)
+        run.learner.step(batch.layout, batch.seen, dataclasses.replace(batch.credit, advantages=nothing))
     return run
-
-def _teach_critic(run, step):
-    "Let a run's critic learn from a batch that its policy plays. Without advantages the policy has nothing to learn."
-    groups, rewards = play_step(run.actor, run.method, step)
-    batch = assign(run.method, groups, run.look(step), torch.Generator().manual_seed(step), run.prefix, rewards,
-                   run.tree)
-    if batch.empty: return
-    nothing = torch.zeros_like(batch.credit.advantages)
-    run.learner.step(batch.layout, batch.seen, dataclasses.replace(batch.credit, advantages=nothing))
 
 # %% ../nbs/6_looking/71_audit.ipynb #a026x2
 def run_audit(
@@ -515,10 +514,6 @@ def _make_audit(config, auditing, say):
     credits = plain, truth.credit(slice(auditing.plays // 2)), truth.credit(slice(auditing.plays // 2, None))
     saving = rollouts_saved(*(_question_gradients(x, gradients, truth.owner) for x in credits))
     return truth, table, {'belief': belief, 'saving': dict(zip(('times', 'low', 'high'), saving))}, against
-
-# %% ../nbs/6_looking/71_audit.ipynb #a026x6
-#| export
-
 
 # %% ../nbs/6_looking/71_audit.ipynb #a031
 _UNREAD = ('method', 'options', 'steps', 'resume', 'dry_run', 'learning_rate', 'adamw.warmup', 'adamw.clip', 'ahead',

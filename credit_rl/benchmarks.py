@@ -81,10 +81,9 @@ def get_benchmark(name):
     raise ValueError(f'no data set {name!r}{hint} Known: {", ".join(sorted(BENCHMARKS))}')
 
 # %% ../nbs/2_environment/09_benchmarks.ipynb #c038
-def _flashrag(row):
-    "Read (id, question, answers) of a FlashRAG row."
-    given = row.get('id')
-    return given, read_field(row, 'question').strip(), read_answers(row['golden_answers'], 'golden_answers')
+def _asked(row, golds, name, question='question'):
+    "What a row asks, and its answers, which stand in field `name`: (str, list of str)."
+    return read_field(row, question).strip(), read_answers(golds, name)
 
 def _verl_question(row):
     """Read the question of a verl row from its own field, or from the last user message, after 'Question:' if that
@@ -111,8 +110,10 @@ def _verl(row):
         given = extra['index'] if isinstance(extra['index'], str) else f'{extra.get("split") or "row"}_{extra["index"]}'
     return given, _verl_question(row), read_answers(golds, label)
 
+# known for every set
 _COMMON_LAYOUTS = (RowForm('verl', ('prompt', 'reward_model'), _verl),
-                  RowForm('FlashRAG', ('question', 'golden_answers'), _flashrag))  # known for every set
+                  RowForm('FlashRAG', ('question', 'golden_answers'),
+                          lambda row: (row.get('id'), *_asked(row, row['golden_answers'], 'golden_answers'))))
 
 # %% ../nbs/2_environment/09_benchmarks.ipynb #c043
 def _inside(row):
@@ -150,18 +151,6 @@ def read_question(
     source = benchmark.name if benchmark.source is None else benchmark.source(row)
     return Question(name, text, answers, source, benchmark.meta(_inside(row))), given is not None
 
-# %% ../nbs/2_environment/09_benchmarks.ipynb #c048
-def _nq(row):
-    "Read (id, question, answers) of an NQ-open row."
-    return None, read_field(row, 'question').strip(), read_answers(row['answer'], 'answer')
-
-def _sheet(row):
-    """Read (id, question, answers) of a row of Bamboogle's sheet: question, answer and perhaps another answer in
-    columns 0, 4, 5."""
-    return None, read_field(row, 0, label='column 0').strip(), read_answers(row[4:6], 'columns 4 and 5')
-
-def _sheet_hub(row): return None, read_field(row, 'Question').strip(), read_answers([row['Answer']], 'Answer')
-
 # %% ../nbs/2_environment/09_benchmarks.ipynb #c049
 def _trivia(row, question, ident, answer, value, aliases):
     "Read (id, question, answers) of a TriviaQA row, whose fields have the names given."
@@ -170,10 +159,7 @@ def _trivia(row, question, ident, answer, value, aliases):
     others = row[answer].get(aliases) or []
     if not isinstance(others, list):
         raise RowError(f'{answer}.{aliases}', f'is {others!r:.60}, wanted a list of strings')
-    return row.get(ident), read_field(row, question).strip(), read_answers([gold, *others], f'{answer}.{aliases}')
-
-def _trivia_original(row): return _trivia(row, 'Question', 'QuestionId', 'Answer', 'Value', 'Aliases')
-def _trivia_hub(row): return _trivia(row, 'question', 'question_id', 'answer', 'value', 'aliases')
+    return row.get(ident), *_asked(row, [gold, *others], f'{answer}.{aliases}', question)
 
 # %% ../nbs/2_environment/09_benchmarks.ipynb #c058
 def _from_text(value, name):
@@ -202,11 +188,6 @@ def _trivia_paragraphs(row):
     return [(title, text) for title, text in out if isinstance(text, str) and text.strip()]
 
 # %% ../nbs/2_environment/09_benchmarks.ipynb #c052
-def _popqa(row):
-    "Read (id, question, answers) of a PopQA row; its answers are a list, or a JSON list in a string."
-    golds = _from_text(row['possible_answers'], 'possible_answers')
-    return row.get('id'), read_field(row, 'question').strip(), read_answers(golds, 'possible_answers')
-
 def _popqa_meta(row):
     "Read relation, the subject's page and both popularities (monthly page views) of a PopQA row."
     out = {'type': row['prop']} if row.get('prop') else {}
@@ -217,15 +198,19 @@ def _popqa_meta(row):
 
 # %% ../nbs/2_environment/09_benchmarks.ipynb #c055
 register(Benchmark(
-    'nq', (RowForm('NQ-open', ('question', 'answer'), _nq),), aliases=('nqopen', 'naturalquestions'),
+    'nq', (RowForm('NQ-open', ('question', 'answer'), lambda row: (None, *_asked(row, row['answer'], 'answer'))),),
+    aliases=('nqopen', 'naturalquestions'),
     files={'train': ('NQ-open.train.jsonl',), 'dev': ('NQ-open.dev.jsonl',)},
     hub=('google-research-datasets/nq_open', 'nq_open', '5dd9790a83002ad084ddeb7c420dc716852c6f28'),
     hub_splits={'train': 'train', 'dev': 'validation'},
     home='github.com/google-research-datasets/natural-questions', licence='CC BY-SA 3.0',
     citation='Kwiatkowski et al. 2019, Natural Questions; Lee et al. 2019, Latent Retrieval'))
 register(Benchmark(
-    'triviaqa', (RowForm('TriviaQA', ('Question', 'Answer'), _trivia_original),
-                 RowForm('Hugging Face', ('question', 'answer'), _trivia_hub)),
+    'triviaqa', (
+        RowForm('TriviaQA', ('Question', 'Answer'),
+                lambda row: _trivia(row, 'Question', 'QuestionId', 'Answer', 'Value', 'Aliases')),
+        RowForm('Hugging Face', ('question', 'answer'),
+                lambda row: _trivia(row, 'question', 'question_id', 'answer', 'value', 'aliases'))),
     paragraphs=_trivia_paragraphs, aliases=('tq', 'trivia'),
     files={'train': ('unfiltered-web-train.json', 'wikipedia-train.json', 'web-train.json'),
            'dev': ('unfiltered-web-dev.json', 'wikipedia-dev.json', 'web-dev.json')},
@@ -233,12 +218,17 @@ register(Benchmark(
     hub_splits={'train': 'train', 'dev': 'validation'}, home='nlp.cs.washington.edu/triviaqa',
     licence='Apache-2.0', citation='Joshi et al. 2017, TriviaQA'))
 register(Benchmark(
-    'popqa', (RowForm('PopQA', ('question', 'possible_answers'), _popqa),), meta=_popqa_meta,
+    'popqa', (RowForm('PopQA', ('question', 'possible_answers'), lambda row: (row.get('id'), *_asked(
+        row, _from_text(row['possible_answers'], 'possible_answers'), 'possible_answers'))),), meta=_popqa_meta,
     files={'test': ('popQA.tsv',)}, hub=('akariasai/PopQA', None, '098765c79ea10a2cb19c828324e33281b8336ec0'),
     hub_splits={'test': 'test'}, eval_split='test', home='github.com/AlexTMallen/adaptive-retrieval',
     licence='MIT', citation='Mallen et al. 2023, When Not to Trust Language Models'))
 register(Benchmark(
-    'bamboogle', (RowForm('sheet', (0, 4), _sheet), RowForm('Hugging Face', ('Question', 'Answer'), _sheet_hub)),
+    'bamboogle', (          # question, answer and perhaps another answer stand in the sheet's columns 0, 4, 5
+        RowForm('sheet', (0, 4), lambda row: (None, read_field(row, 0, label='column 0').strip(),
+                                              read_answers(row[4:6], 'columns 4 and 5'))),
+        RowForm('Hugging Face', ('Question', 'Answer'),
+                lambda row: (None, *_asked(row, [row['Answer']], 'Answer', 'Question')))),
     meta=lambda row: {'hops': 2}, files={'test': ('bamboogle.csv',)},
     hub=('RUC-NLPIR/FlashRAG_datasets', 'bamboogle', 'bcafb8dd07d453be3cbeeeb3f78be1841bddf92c'),
     hub_splits={'test': 'test'}, eval_split='test', home='github.com/ofirpress/self-ask', licence='MIT',
@@ -254,8 +244,6 @@ def _context(row, by=''):
     for title, _ in pairs:
         if not isinstance(title, str): raise RowError('context', f'has the title {title!r:.60}, wanted a string')
     return [(title, join_sentences(sentences, by, 'context')) for title, sentences in pairs]
-
-def _context_spaced(row): return _context(row, by=' ')
 
 def _one_answer(row):
     """Read (id, question, answers) of a row with one answer: HotpotQA's and 2Wiki's. Some copies have lost the id
@@ -290,7 +278,7 @@ def _musique(row):
     aliases = row.get('answer_aliases') or []
     if not isinstance(aliases, list): raise RowError('answer_aliases', f'is {aliases!r:.60}, wanted a list of strings')
     golds = [read_field(row, 'answer'), *aliases]
-    return row.get('id'), read_field(row, 'question').strip(), read_answers(golds, 'answer_aliases')
+    return row.get('id'), *_asked(row, golds, 'answer_aliases')
 
 def _objects(row, name, fields):
     "Read field `name` as a list of objects that have `fields`; [] if absent. Raises RowError."
@@ -300,11 +288,6 @@ def _objects(row, name, fields):
     return [read(i, item) | item for i, item in enumerate(value)]
 
 # %% ../nbs/2_environment/09_benchmarks.ipynb #c069
-def _musique_paragraphs(row):
-    "Read (title, text) of each paragraph of a MuSiQue row."
-    return [(p['title'], p['paragraph_text'])
-            for p in _objects(row, 'paragraphs', {'title': str, 'paragraph_text': str})]
-
 def _musique_meta(row):
     "Read hops and type from a MuSiQue id, supporting titles and steps where the row has them."
     out, found = {}, re.search(r'(?:^|_)((\d)hop\d?)__', str(row.get('id') or row.get('index') or ''))
@@ -325,13 +308,15 @@ register(Benchmark(
     citation='Yang et al. 2018, HotpotQA'))
 register(Benchmark(
     '2wikimultihopqa', (RowForm('2WikiMultiHopQA', ('question', 'answer'), _one_answer),),
-    meta=_twowiki_meta, paragraphs=_context_spaced, join=' ', aliases=('2wiki', '2wikimqa', '2wikimultihop'),
+    meta=_twowiki_meta, paragraphs=lambda row: _context(row, ' '), join=' ',
+    aliases=('2wiki', '2wikimqa', '2wikimultihop'),
     hub=('framolfese/2WikiMultihopQA', 'default', 'fe713bfbd1afbca1a65246741a75890405d56a3a'),
     hub_splits={'train': 'train', 'dev': 'validation'}, home='github.com/Alab-NII/2wikimultihop',
     licence='Apache-2.0', citation='Ho et al. 2020, 2WikiMultiHopQA'))
 register(Benchmark(
     'musique', (RowForm('MuSiQue', ('question', 'answer'), _musique),), meta=_musique_meta,
-    paragraphs=_musique_paragraphs,
+    paragraphs=lambda row: [(p['title'], p['paragraph_text']) for p in _objects(
+        row, 'paragraphs', {'title': str, 'paragraph_text': str})],
     files={'train': ('musique_ans_v1*_train.jsonl',), 'dev': ('musique_ans_v1*_dev.jsonl',)},
     hub=('dgslibisey/MuSiQue', 'default', 'c8f4f8c9465fb69d31a8eae894c3fd509c4ca321'),
     hub_splits={'train': 'train', 'dev': 'validation'}, home='github.com/StonyBrookNLP/musique',
@@ -344,10 +329,6 @@ def _gsm8k(row):
     gold = gold.strip().replace(',', '')
     if not mark or not gold: raise RowError('answer', f'must end in "#### number", got {row["answer"][-40:]!r}')
     return row.get('id'), read_field(row, 'question').strip(), [gold]
-
-def _gsm8k_meta(row):
-    "Read the written solution of a GSM8K row."
-    return {'solution': row['answer'].rpartition('####')[0].strip()} if isinstance(row.get('answer'), str) else {}
 
 # %% ../nbs/2_environment/09_benchmarks.ipynb #c076
 def _is_rounded(text, value):
@@ -408,7 +389,9 @@ def _finqa_meta(row):
 
 # %% ../nbs/2_environment/09_benchmarks.ipynb #c084
 register(Benchmark(
-    'gsm8k', (RowForm('GSM8K', ('question', 'answer'), _gsm8k),), meta=_gsm8k_meta, has_corpus=False,
+    'gsm8k', (RowForm('GSM8K', ('question', 'answer'), _gsm8k),), has_corpus=False,
+    meta=lambda row: ({'solution': row['answer'].rpartition('####')[0].strip()}
+                      if isinstance(row.get('answer'), str) else {}),
     metric='numeric', hub=('openai/gsm8k', 'main', '740312add88f781978c0658806c59bc2815b9866'),
     hub_splits={'train': 'train', 'test': 'test'}, eval_split='test', home='github.com/openai/grade-school-math',
     licence='MIT', citation='Cobbe et al. 2021, Training Verifiers to Solve Math Word Problems'))
@@ -480,24 +463,17 @@ register(Benchmark(
 # %% ../nbs/2_environment/09_benchmarks.ipynb #r0902
 _REAL = ('hops', 'type', 'level', 'supporting_facts', 'steps', 's_pop', 'o_pop')   # what a row says besides
 
-def _real(row):
-    "Read (id, question, answers) of a row of data/real."
-    return read_field(row, 'id'), read_field(row, 'question').strip(), read_answers(row['answers'], 'answers')
-
 register(Benchmark(
-    'real', (RowForm('data/real', ('id', 'set', 'question', 'answers'), _real),),
+    'real', (RowForm('data/real', ('id', 'set', 'question', 'answers'),
+                     lambda row: (read_field(row, 'id'), *_asked(row, row['answers'], 'answers'))),),
     meta=lambda row: {name: row[name] for name in _REAL if name in row}, eval_split='test', common=False,
     folder='data/real', parts=True, source=lambda row: get_benchmark(read_field(row, 'set')).name,
     home='data/real/README.md', licence='of each row', citation='the five sets'))
 
 # %% ../nbs/2_environment/09_benchmarks.ipynb #fl092
-def _pair(row):
-    "Read (id, question, answers) of a pair."
-    given = row['reference']
-    answers = read_answers([given] if isinstance(given, str) else given, 'reference')
-    return row.get('id'), read_field(row, 'question').strip(), answers
-
-PAIRS = Benchmark('pairs', (RowForm('pairs', ('question', 'reference'), _pair),), eval_split='test', metric='bleu',
+PAIRS = Benchmark('pairs', (RowForm('pairs', ('question', 'reference'), lambda row: (row.get('id'), *_asked(
+    row, [row['reference']] if isinstance(row['reference'], str) else row['reference'], 'reference'))),),
+                  eval_split='test', metric='bleu',
                   meta=lambda row: {'type': str(row['type'])} if row.get('type') else {},
                   citation='a file of your own; PRS, section Datasets, has proprietary data')
 _OF_FILES[PAIRS.name] = PAIRS

@@ -195,13 +195,6 @@ def curves(
         low, high = (y['mean'] - y['sem'], y['mean'] + y['sem']) if band == 'error' else (y['min'], y['max'])
         if band in ('range', 'error'): ax.fill_between(y.index, low, high, color=colours[name], alpha=.15, lw=0)
 
-def _ceiling(runs, metric, ax):
-    "The perfect player's dashed line, under the development questions' exact match."
-    top = runs.ceiling_em.mean()
-    if metric != 'dev_em' or math.isnan(top): return
-    ax.axhline(top, color='#999999', ls='--', lw=0.8)
-    ax.text(ax.get_xlim()[0], top, ' ceiling', va='bottom', fontsize=8, color='#666666')
-
 def _curves(runs, metric, x):
     "`seed_curves`, its methods, and a sentence on those that have nothing to draw. Raises ValueError if none has."
     found = seed_curves(runs, metric, x)
@@ -224,7 +217,10 @@ def learning_curves(
     with sns.axes_style('ticks'):
         fig, ax = plt.subplots(figsize=(7, 3.4), layout='constrained')
         curves(ax, found, method_colours(methods))
-        _ceiling(runs, metric, ax)
+        top = runs.ceiling_em.mean()                         # of the perfect player
+        if metric == 'dev_em' and not math.isnan(top):
+            ax.axhline(top, color='#999999', ls='--', lw=0.8)
+            ax.text(ax.get_xlim()[0], top, ' ceiling', va='bottom', fontsize=8, color='#666666')
         low, high = ax.get_ylim()
         right = ax.get_xlim()[1]
         last = {m: c.groupby('x').y.mean() for m, c in found.groupby('method')}
@@ -413,17 +409,13 @@ def _spread(values, form='{:.3f}'):
 # %% ../nbs/6_looking/74_compare.ipynb #c041
 def _code_note(summaries):
     "What a row says of the code that made it: a text, empty if that is today's."
-    if any(_replay_agrees(s) for s in summaries): return ''
+    replays = [s['replay'] for s in summaries if s.get('replay')]
+    if any(r['agrees'] and not changed_modules(r['code']) for r in replays): return ''
     recorded = [s.get('code') or {} for s in summaries]
     if any(len(h) == 12 for code in recorded for h in code.values()):
         return 'rerun needed: made before imports were followed'
     changed = sorted({m for code in recorded for m in changed_modules(code)})
     return f'rerun needed: {", ".join(changed)} changed' if changed else ''
-
-def _replay_agrees(summary):
-    "Whether a run was replayed by the present code, and agreed."
-    found = summary.get('replay')
-    return bool(found and found['agrees'] and not changed_modules(found['code']))
 
 def _table_row(method, runs):
     "One method's row: cells as text, its hops columns by name."

@@ -17,6 +17,7 @@ from .parameters import error_line, make_parser
 from .readers import (Cutting, LoadedRows, Passage, RowError, collect_rows, document_files,
                                read_documents, read_rows)
 from .world import SPLITS
+from .runlog import file_hash
 
 # %% ../nbs/2_environment/10_datasets.ipynb #c092
 def _split(name):
@@ -91,12 +92,9 @@ def _check_sum(path, etag):
     """Compare a file with its announced SHA-256, where the server gives one; on a difference remove it and raise
     OSError."""
     if not re.fullmatch('[0-9a-f]{64}', etag or ''): return
-    digest = hashlib.sha256()
-    with open(path, 'rb') as f:
-        while piece := f.read(2 ** 22): digest.update(piece)
-    if digest.hexdigest() != etag:
+    if (found := file_hash(path)) != etag:
         path.unlink()
-        raise OSError(f'{path.name} is damaged: SHA-256 {digest.hexdigest()}, wanted {etag}; it was removed')
+        raise OSError(f'{path.name} is damaged: SHA-256 {found}, wanted {etag}; it was removed')
 
 # %% ../nbs/2_environment/10_datasets.ipynb #c099
 def _hub_files(bench, split):
@@ -171,12 +169,6 @@ def _question_rows(bench, path, split, header_has=()):
     return read_rows(*found.values())
 
 # %% ../nbs/2_environment/10_datasets.ipynb #c104
-def _of_another_set(bench, row):
-    "Name the known set that a row says it belongs to, if that is not `bench`; else None."
-    source = row.get('data_source') if isinstance(row, dict) else None
-    other = find_benchmark(source.rpartition('/')[2]) if isinstance(source, str) else None
-    return other.name if other and other is not bench else None
-
 def _own_part(questions, bench, split):
     """The questions of one part of a file of one's own, by its column `split`, else by a hash of each: LoadedRows.
     Raises ValueError where some rows name their split and others do not."""
@@ -212,8 +204,10 @@ def load_questions(
     if bench.file and path is not None:
         raise ValueError(f'data={name} is a file already: leave out path={path}')
     def parse(row):
-        if other := _of_another_set(bench, row):
-            others[other] += 1
+        source = row.get('data_source') if isinstance(row, dict) else None
+        other = find_benchmark(source.rpartition('/')[2]) if isinstance(source, str) else None
+        if other and other is not bench:                     # the row says that it is of another known set
+            others[other.name] += 1
             return None
         question, given = read_question(bench, row)
         if tokens is not None: question.meta['tokens'] = tokens
@@ -290,10 +284,6 @@ def load_corpus(
     return out
 
 # %% ../nbs/2_environment/10_datasets.ipynb #c124
-def _draw(question, seed):
-    "Place a question in the draw of a seed: a hash, as good as random and the same everywhere."
-    return hashlib.sha256(f'{seed}\0{question.source}\0{question.id}'.encode()).digest()
-
 def subsample(
     questions,  # list of Question
     n,          # how many to keep, at least 1; all of them if there are no more
@@ -301,7 +291,8 @@ def subsample(
 ):
     "Keep `n` of `questions` by a seeded draw, in their order; the draw does not depend on the order. Raises on n < 1."
     if n < 1: raise ValueError(f'n must be at least 1, got {n}')
-    kept = sorted(range(len(questions)), key=lambda i: _draw(questions[i], seed))[:n]
+    draw = lambda q: hashlib.sha256(f'{seed}\0{q.source}\0{q.id}'.encode()).digest()    # the same everywhere
+    kept = sorted(range(len(questions)), key=lambda i: draw(questions[i]))[:n]
     return [questions[i] for i in sorted(kept)]
 
 # %% ../nbs/2_environment/10_datasets.ipynb #c128

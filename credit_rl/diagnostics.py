@@ -139,15 +139,6 @@ def _panel(ax, table, steps, title, unit, metrics, colour):
                   columnspacing=1, borderaxespad=0.2)
 
 # %% ../nbs/6_looking/70_diagnostics.ipynb #c015
-def _read_run(folder):
-    "Parameters, metrics, the steps at which each metric was logged, and summary ({} if unfinished) of a run."
-    folder, table = Path(folder), read_metrics(folder).dropna(axis='columns', how='all')
-    steps = {m: [step for step, row in metrics_by_step(folder).items() if m in row] for m in table}
-    if 'groups_mixed' in table:
-        table, steps['groups_equal'] = table.assign(groups_equal=1 - table.groups_mixed), steps['groups_mixed']
-    params = read_params(folder) if is_stored(folder/'params.yaml') else {}
-    return params, table, steps, read_summary(folder) or {}
-
 def _panels(table, chosen_by=None):  # metric that chose the checkpoint
     """The panels whose metrics were logged; behind the first, where several data sets are mixed, one with a line for
     each, both by word F1 where that chose the checkpoint. Of entropy and surprisal, its estimate, the first that there
@@ -161,22 +152,16 @@ def _panels(table, chosen_by=None):  # metric that chose the checkpoint
         if lines: return [*found[:1], ('data sets', unit, lines), *found[1:]]
     return found
 
-def _frame(ax, summary):
-    "Ceiling and chosen step on the panel of the development questions."
-    top = (summary.get('ceiling') or {}).get('all')
-    if top is not None:
-        ax.axhline(top, color='#999999', lw=0.8, ls='--')
-        ax.annotate('ceiling', (1, top), xycoords=('axes fraction', 'data'), ha='right', va='bottom', fontsize=7,
-                    color='#666666')
-    if 'best_step' in summary: ax.axvline(summary['best_step'], color='#999999', lw=0.8, ls=(0, (1, 2)))
-    ax.set(ylim=(0, 1.35), yticks=[0, .25, .5, .75, 1])  # room for the legend
-
 # %% ../nbs/6_looking/70_diagnostics.ipynb #c016
 def training_curves(folder):  # of a run, finished or not
     """Draw what a run logged, a panel for each question one asks of it: matplotlib figure. Raises where the folder
     holds no metrics."""
     import matplotlib.pyplot as plt, seaborn as sns
-    params, table, steps, summary = _read_run(folder)
+    table, summary = read_metrics(folder).dropna(axis='columns', how='all'), read_summary(folder) or {}
+    steps = {m: [step for step, row in metrics_by_step(folder).items() if m in row] for m in table}   # of its lines
+    if 'groups_mixed' in table:
+        table, steps['groups_equal'] = table.assign(groups_equal=1 - table.groups_mixed), steps['groups_mixed']
+    params = read_params(folder) if is_stored(Path(folder)/'params.yaml') else {}
     panels = _panels(table, params.get('checkpoints.chosen_by'))
     if not panels:
         raise ValueError(f'{folder} has logged none of the metrics that are drawn here; it has '
@@ -189,7 +174,14 @@ def training_curves(folder):  # of a run, finished or not
             _panel(ax, table, steps, *panel, method_colour(params.get('method', '')))
         for ax in axes.flat[len(panels):]: ax.remove()
         for ax in axes.flat[max(0, len(panels) - columns):len(panels)]: ax.set_xlabel('training step')
-        if panels[0][0] == 'development questions': _frame(axes.flat[0], summary)
+        if panels[0][0] == 'development questions':
+            ax, top = axes.flat[0], (summary.get('ceiling') or {}).get('all')
+            if top is not None:
+                ax.axhline(top, color='#999999', lw=0.8, ls='--')
+                ax.annotate('ceiling', (1, top), xycoords=('axes fraction', 'data'), ha='right', va='bottom',
+                            fontsize=7, color='#666666')
+            if 'best_step' in summary: ax.axvline(summary['best_step'], color='#999999', lw=0.8, ls=(0, (1, 2)))
+            ax.set(ylim=(0, 1.35), yticks=[0, .25, .5, .75, 1])  # room for the legend
         sns.despine(fig)
     name = Path(folder).name
     title = f'{params.get("method", name)}, seed {params.get("seed", "unknown")} ({name})'

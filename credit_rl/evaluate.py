@@ -195,7 +195,7 @@ def check_evaluation(settings):  # Evaluation
     if s.engine == 'vllm':
         rank_gpu(s.vllm, s.ranks)
         check_vllm_settings(_vllm(s.dtype, s.ranks, s.vllm), s.sampling, s.max_tokens)
-    check_hosts(s.ranks, s.hosts.file, s.hosts.count, s.hosts.endpoint)
+    check_hosts(s.ranks, s.hosts.count, s.hosts.endpoint)
     check_threads(s.torch.threads)
     read_template(s.template.name)
     for name in set_names(s.data):
@@ -240,15 +240,6 @@ def seen_lines(
     return [f'WARNING: {n} of {len(parts[part])} {part} questions {how}: what is right of these shows no learning'
             for part, n in counts.items() if n]
 
-def _without_dev(pool, folder):
-    """Questions without those that a folder's model was chosen by or trained on; all without one. Raises ValueError
-    where nothing says which."""
-    left = dev_keys(folder) | train_keys(folder)
-    if folder and not left:
-        raise ValueError(f'leave_out: {folder} does not say which dev questions it had: give the folder of a training '
-                         'run on a data set, or of a model that credit-rl export wrote from one')
-    return [q for q in pool if question_key(q) not in left]
-
 def _note_inside(name, asked, model):
     "Say how many of the questions that are asked chose the checkpoint, or taught it: int, those that chose it."
     for line in seen_lines({name: asked}, train_keys(model), f'are among those that {model} was trained on'):
@@ -280,7 +271,11 @@ def open_set(
                       f'{path or bench.file or bench.folder or bench.hub[0]} has {len(pool)} of split {split!r}')
     golds, _ = empty_golds(pool)
     if golds: warnings.warn(f'{name}: {gold_note(pool)}')
-    kept = _without_dev(pool, s.leave_out)
+    left_out = dev_keys(s.leave_out) | train_keys(s.leave_out)     # what chose a model, or taught it
+    if s.leave_out and not left_out:
+        raise ValueError(f'leave_out: {s.leave_out} does not say which dev questions it had: give the folder of a '
+                         'training run on a data set, or of a model that credit-rl export wrote from one')
+    kept = [q for q in pool if question_key(q) not in left_out]
     if not kept:
         raise ValueError(f'{name}: all {len(pool)} questions are left out by leave_out={s.leave_out}, so none is '
                          'left to ask: take another split')
@@ -707,14 +702,16 @@ def run_evaluation(
 # %% ../nbs/3_acting/27_evaluate.ipynb #c077
 @dataclass(frozen=True)
 class ReplayResult:
-    "What a replay of one set found."
+    "What a replay of one set found, or a comparison of two evaluations of it."
     inputs: tuple   # of str: what went in differently
     rows: tuple     # of str: what came out differently
-    questions: int  # played again
+    questions: int  # played again, or in both
+    # of str: rows of two evaluations with two best tokens closer than NEAR, whether they differ or not
+    ties: tuple = ()
 
     @property
     def same(self):
-        "Whether nothing differs."
+        "Whether nothing differs but near ties."
         return not self.inputs and not self.rows
 
 # %% ../nbs/3_acting/27_evaluate.ipynb #c078
@@ -762,7 +759,7 @@ def replay_evaluation(
     say, players, out = say or (lambda line: print(line, flush=True)), {}, {}
     for place in set_folders(folder):
         before, rows = read_manifest(place), read_turns(place)
-        s = from_settings(Evaluation, {**before['settings'], 'hosts.file': None, 'hosts.count': 1, **dotted(changes or {}, flat_options(Evaluation))})
+        s = from_settings(Evaluation, {**before['settings'], 'hosts.count': 1, **dotted(changes or {}, flat_options(Evaluation))})
         check_evaluation(s)
         set_torch(s.torch.threads, s.torch.tf32)
         other = ('data', 'path', 'corpus', 'split', 'questions', 'run')
@@ -801,36 +798,19 @@ def _smallest_gap(
     return min(gaps, default=math.nan)
 
 # %% ../nbs/3_acting/27_evaluate.ipynb #g5gap
-@dataclass(frozen=True)
-class _EvaluationDifference:
-    "What differs between two evaluations of one set."
-    inputs: tuple   # of str: what went in differently, the machine apart
-    rows: tuple     # of str: rows that differ although no two tokens in them were close
-    ties: tuple     # of str: rows with two best tokens closer than NEAR, whether they differ or not
-    questions: int
-
-    @property
-    def same(self):
-        "Whether the same went in, and nothing but near ties came out differently."
-        return not self.inputs and not self.rows
-
-def _gap(old, new):
-    "The smaller gap of two rows of one question. Raises ValueError where a row has none."
-    for row in (old, new):
-        if 'gap' not in row:
-            raise ValueError(f'row {row["id"]!r} has no gap, so that a near tie could not be told from a difference: '
-                             'evaluate both with gaps=true')
-    return min(old['gap'], new['gap'])
-
 def _compare_set(one, other):
-    "Compare two folders of one set: `_EvaluationDifference`."
+    "Compare two folders of one set: `ReplayResult`. Raises ValueError where a row has no gap."
     before, now = ({r['id']: r for r in read_turns(place)} for place in (one, other))
     inputs = manifest_differences(read_manifest(one), read_manifest(other))
     inputs += [f'question {i!r}: in one of them only' for i in sorted(before.keys() ^ now.keys())]
-    found = {i: (_row_difference(r, now[i]), _gap(r, now[i])) for i, r in before.items() if i in now}
+    both = [(r, now[i]) for i, r in before.items() if i in now]
+    if lack := [row['id'] for pair in both for row in pair if 'gap' not in row]:
+        raise ValueError(f'row {lack[0]!r} has no gap, so that a near tie could not be told from a difference: '
+                         'evaluate both with gaps=true')
+    found = {r['id']: (_row_difference(r, other), min(r['gap'], other['gap'])) for r, other in both}
     tied = lambda i, said, gap: (said or f'row {i!r}: alike') + f'; two best tokens {gap:.1e} nats apart'
-    return _EvaluationDifference(tuple(inputs), tuple(said for said, gap in found.values() if said and not gap < NEAR),
-                    tuple(tied(i, *x) for i, x in found.items() if x[1] < NEAR), len(found))
+    return ReplayResult(tuple(inputs), tuple(said for said, gap in found.values() if said and not gap < NEAR),
+                        len(found), tuple(tied(i, *x) for i, x in found.items() if x[1] < NEAR))
 
 # %% ../nbs/3_acting/27_evaluate.ipynb #sp273
 def compare_rows(
@@ -838,7 +818,7 @@ def compare_rows(
     other,     # the same, of the other
     say=None,  # function called with lines of text; None: print
 ):
-    """Compare two runs of one manifest row by row: dict set → `_EvaluationDifference`. Raises ValueError where their
+    """Compare two runs of one manifest row by row: dict set → `ReplayResult`. Raises ValueError where their
     sets are not the same, or rows have no gap."""
     say, folders = say or (lambda line: print(line, flush=True)), [set_folders(one), set_folders(other)]
     names, others = ([read_manifest(f)['questions']['dataset'] for f in part] for part in folders)

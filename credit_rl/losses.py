@@ -59,11 +59,6 @@ def sequence_log_ratio(
     return (total / count.clamp(min=1))[:, None]
 
 # %% ../nbs/4_learning/50_losses.ipynb #c013
-def _dual_clip(gain, cut, ratio, a, dual_clip):
-    "Bound the gain of negative advantages from below by dual_clip · A (Ye et al. 2020): gain and the tokens cut off."
-    low = a < 0
-    return torch.where(low, torch.maximum(gain, dual_clip * a), gain), cut | (low & (ratio > dual_clip))
-
 def _statistics(logp, old_logp, ratio, cut, trained):
     "Means over trained tokens: how many, mean ratio, share whose gradient is cut, KL from the sampling policy (k3)."
     with torch.no_grad():
@@ -112,7 +107,9 @@ def policy_terms(
     else:
         gain = torch.minimum(ratio * a, clipped * a)
         cut = clipped * a < ratio * a
-        if dual_clip is not None: gain, cut = _dual_clip(gain, cut, ratio, a, dual_clip)
+        if dual_clip is not None:                       # bounds the gain of negative advantages (Ye et al. 2020)
+            gain = torch.where(a < 0, torch.maximum(gain, dual_clip * a), gain)
+            cut = cut | (a < 0) & (ratio > dual_clip)
     return torch.where(trained, -gain, 0.0), _statistics(logp, old_logp, ratio, cut, trained)
 
 # %% ../nbs/4_learning/50_losses.ipynb #c017
@@ -216,11 +213,6 @@ def overlong_penalty(
 from .options import Option
 from .parts import Loss, Objective, Reward, Row, Rule
 
-def _overlong(groups, rewards, o):
-    "DAPO's penalty for the tokens that each rollout wrote: (N,)."
-    tokens = [sum(len(turn.action_ids) for turn in t.turns) for g in groups for t in g.trajectories]
-    return overlong_penalty(torch.tensor(tokens), o['max_length'], o['buffer'])
-
 def _one_ratio(other, o):
     "Why GSPO does not go with a part: one ratio per rollout averages the credit of its turns away."
     if isinstance(other, Rule) and other.turnwise:
@@ -243,7 +235,10 @@ PARTS = (
               loss=Loss('cispo', clip_low=1., clip_high=0.28)),
     Objective('reinforce', r'-A\log\pi_\theta', 'Williams 1992', loss=Loss('reinforce')),
     Reward('overlong', r'R_i + \operatorname{clip}\big(\tfrac{L_{max} - L_{cache} - \lvert y_i\rvert}{L_{cache}}, -1, '
-           r'0\big)', 'DAPO eq. 13', gives='bonus', text=_overlong,
+           r'0\big)', 'DAPO eq. 13', gives='bonus',
+           text=lambda groups, rewards, o: overlong_penalty(torch.tensor(
+               [sum(len(turn.action_ids) for turn in t.turns) for g in groups for t in g.trajectories]),
+               o['max_length'], o['buffer']),
            options={'max_length': Option(192, 'L_max, tokens', least=1),
                     'buffer': Option(64, 'L_cache, tokens', least=1)},
            check=lambda o: overlong_penalty(torch.zeros(1), o['max_length'], o['buffer'])),

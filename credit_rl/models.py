@@ -14,7 +14,7 @@ import torch
 from .datasets import ask_hub
 from .options import SettingsGroup, setting
 from .protocol import TEMPLATES
-from .runlog import read_json, read_text
+from .runlog import file_hash, read_json, read_text
 
 # %% ../nbs/3_acting/19_models.ipynb #c031
 def _check_code(folder):
@@ -153,12 +153,6 @@ def _fix_options(template, options):
         template = re.sub(r'strftime_now\(\s*(["\'])(.*?)\1\s*\)', said, template)
     return ''.join(f'{{%- set {n} = {v!r} -%}}\n' for n, v in options.items() if n != 'strftime_now') + template
 
-def _unwritten_settings(model):  # Hugging Face causal model
-    "What `write_model` does not write of a model's settings of generation: dict, without the ids and what is as usual."
-    kept = ('bos_token_id', 'eos_token_id', 'pad_token_id', 'transformers_version', 'use_cache')
-    found = model.generation_config.to_diff_dict() if model.generation_config else {}
-    return {n: v for n, v in found.items() if n not in kept and n[0] != '_' and v is not None and v is not False}
-
 # %% ../nbs/3_acting/19_models.ipynb #w1903
 def write_model(
     folder,        # that is there, and empty
@@ -171,7 +165,10 @@ def write_model(
     """Write a Hugging Face folder that stops elsewhere where it stops here: what of the model's settings of generation
     was left out, dict. Raises ValueError on what transformers does not save."""
     from transformers import GenerationConfig
-    before, own, left = tokenizer.chat_template, model.generation_config, _unwritten_settings(model)
+    before, own = tokenizer.chat_template, model.generation_config
+    kept = ('bos_token_id', 'eos_token_id', 'pad_token_id', 'transformers_version', 'use_cache')
+    left = {n: v for n, v in (own.to_diff_dict() if own else {}).items()
+            if n not in kept and n[0] != '_' and v is not None and v is not False}
     ends = end_ids(own.eos_token_id if own else None, tokenizer) | {i for i in [chat and chat.end_id] if i is not None}
     pads = [i for i in (own and own.pad_token_id, tokenizer.pad_token_id) if i is not None and i >= 0]
     model.generation_config = GenerationConfig(
@@ -205,13 +202,6 @@ def local_folder(model):
     return Path(snapshot_download(model, allow_patterns=[*small, 'pytorch_model*.bin']))
 
 # %% ../nbs/3_acting/19_models.ipynb #c035
-def _file_hash(path):
-    "Hash a file, read in pieces: 16 hexadecimal digits."
-    digest = hashlib.sha256()
-    with open(path, 'rb') as f:
-        while piece := f.read(2 ** 22): digest.update(piece)
-    return digest.hexdigest()[:16]
-
 def json_hash(value):
     "Hash JSON values, the order of keys left out: 16 hexadecimal digits."
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
@@ -225,7 +215,7 @@ def model_hashes(folder):
     if not weights:
         raise ValueError(f'model folder {str(folder)!r} has no weights: wanted *.safetensors or pytorch_model*.bin')
     files = (folder/'config.json', folder/'generation_config.json', *weights)
-    return {p.name: _file_hash(p) for p in files if p.exists()}
+    return {p.name: file_hash(p)[:16] for p in files if p.exists()}
 
 # %% ../nbs/3_acting/19_models.ipynb #c037
 def tokenizer_hash(tokenizer):

@@ -154,7 +154,7 @@ MOVED = {                                       # name of before -> name of toda
     'learner': 'learner.kind', 'stage': 'learner.stage', 'deepspeed': 'learner.deepspeed',
     'offload': 'learner.offload', 'gradient_checkpointing': 'learner.checkpointing', 'threads': 'torch.threads',
     'tf32': 'torch.tf32', 'train_split': 'splits.train', 'dev_split': 'splits.dev',
-    'hosts': 'hosts.count', 'endpoint': 'hosts.endpoint', 'hostfile': 'hosts.file', 'keep': 'checkpoints.keep',
+    'hosts': 'hosts.count', 'endpoint': 'hosts.endpoint', 'keep': 'checkpoints.keep',
     'save_every': 'checkpoints.minutes', 'chosen_by': 'checkpoints.chosen_by', 'restarts': 'checkpoints.restarts',
     'grace': 'checkpoints.grace', 'log_rollouts': 'log.rollouts', 'log_steps': 'log.steps', 'log_kl': 'log.kl',
     'collapse': 'stop.collapse', 'on_bad_step': 'stop.bad_step', 'unanswered': 'stop.unanswered', 'gap': 'stop.gap',
@@ -171,7 +171,9 @@ MOVED = {                                       # name of before -> name of toda
     'template_options': 'template.options', 'history': 'template.history',
 }
 _CUT_OFF = 'with a cut-off distribution the sampled log-probabilities belong to another policy than the one that is trained'
-GONE = {'critic_replay': (0, 'no paper asks for it'), 'top_p': (1, _CUT_OFF), 'top_k': (0, _CUT_OFF)}  # name -> the value of every run now, and why
+_MEET = 'several hosts are each given the same command, and meet: give hosts.count and hosts.endpoint'
+GONE = {'critic_replay': (0, 'no paper asks for it'), 'top_p': (1, _CUT_OFF), 'top_k': (0, _CUT_OFF),
+        'hostfile': (None, _MEET), 'hosts.file': (None, _MEET)}   # name -> the value of every run now, and why
 
 def dotted(
     given,     # dict name -> value; a group as a dict, by `group.name`, or by a name of before
@@ -181,14 +183,17 @@ def dotted(
     group says. Names that nobody knows stay. Raises ValueError on a setting that is given twice, and on one that there
     is no more."""
     groups, alone = {}, {}
+    def is_gone(name, value):
+        if name not in GONE or name in known: return False
+        if known and value != GONE[name][0]:
+            raise ValueError(f'{name} is {GONE[name][0]} in every run, got {value!r}: {GONE[name][1]}')
+        return True
     for name, value in given.items():
         inside = [k for k in known or MOVED.values() if k.startswith(f'{name}.')]
         if dataclasses.is_dataclass(value): value = vars(value)
-        if name in GONE and name not in known:
-            if known and value != GONE[name][0]:
-                raise ValueError(f'{name} is {GONE[name][0]} in every run, got {value!r}: {GONE[name][1]}')
-            continue
-        if inside and isinstance(value, Mapping): groups |= {f'{name}.{k}': v for k, v in value.items()}
+        if is_gone(name, value): continue
+        if inside and isinstance(value, Mapping):
+            groups |= {f'{name}.{k}': v for k, v in value.items() if not is_gone(f'{name}.{k}', v)}
         else:
             now = inside[0] if inside and known else name if name in known else MOVED.get(name, name)
             if now in alone and alone[now] != value:

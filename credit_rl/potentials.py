@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['REWARD_BANDS', 'MODEL_SHAPES', 'PARTS', 'bridge', 'shaping_rewards', 'answer_potential', 'history_max',
-           'mean_abs_reward', 'pilot_alpha', 'AlphaPilot', 'AlphaController', 'ModelShape', 'scoring_flops']
+           'mean_abs_reward', 'AlphaPilot', 'AlphaController', 'ModelShape', 'scoring_flops']
 
 # %% ../nbs/1_rules/31_potentials.ipynb #c003
 import math, torch, warnings
@@ -125,21 +125,6 @@ def _sizes(shaping, turn_mask, refund):
     check_turns(turn_mask, shaping)
     counted = turn_mask if refund else turn_mask & torch.nn.functional.pad(turn_mask[:, 1:], (0, 1))
     return widen(shaping)[counted & ~shaping.isnan()].abs()
-
-# %% ../nbs/1_rules/31_potentials.ipynb #c042
-def pilot_alpha(
-    shaping,       # (N, K) shaping rewards of a pilot run; NaN: missing
-    turn_mask,     # (N, K) bool
-    alpha=1.0,     # the α that they were made with
-    target=0.2,    # wanted mean of |α ΔΦ|
-    refund=False,  # as for mean_abs_reward
-):
-    """Choose α from a pilot run so that the shaping gets the wanted mean size (TIPS appendix D): float.
-    Raises ValueError if the run shows no shaping at all."""
-    size = mean_abs_reward(shaping, turn_mask, refund)
-    if not size > 0:
-        raise ValueError(f'the pilot run shows no shaping (mean size {size}), so no α can be chosen from it')
-    return alpha * target / size
 
 # %% ../nbs/1_rules/31_potentials.ipynb #c0441
 @dataclass

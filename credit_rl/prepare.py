@@ -13,17 +13,16 @@ from pathlib import Path
 import torch
 from .critics import brier, expected_calibration_error
 from .datasets import subsample
-from .dry_run import is_large, no_gpu, rank_tflops
+from .dry_run import rank_tflops
 from .engine import seed_of
 from .estimate import Load, describe, memory, read_sizes, step_seconds
 from .environment import as_played, open_search
-from .launch import (LaunchError, SaveTimes, is_rank, on_ranks, play_parts, save_point, set_torch, speak,
-                              watch_signals)
+from .launch import LaunchError, SaveTimes, is_rank, play_parts, save_point, set_torch, speak, watch_signals
 from .layout import pack
 from .learner import BadStep, FrozenModels, only_data
 from .losses import kl
 from .methods import get_method
-from .models import find_model, load_model
+from .models import load_model
 from .options import flat, flat_options, options_in, setting
 from .outcome import outcome_rewards
 from .parameters import (by_group, error_line, from_settings, make_parser, notebook_settings,
@@ -32,8 +31,8 @@ from .parts import Needs
 from .protocol import PROTOCOLS, prompt_hash
 from .runlog import (MAY_CHANGE, RunLog, SilentLog, check_same_params, hold_run, latest_checkpoint, read_json,
                               read_metrics, read_params, stored_folders)
-from .settings import DOZEN, Config, Keeping, Learning, check, data_sets, tree_notes
-from .setup import (Examiner, bound_method, examine, make_engine, make_setup, origin_of, plan_of, players,
+from .settings import DOZEN, Config, Keeping, Learning, check, data_sets, unheeded
+from .setup import (start_run, Examiner, bound_method, make_engine, make_setup, origin_of, plan_of, players,
                              real_questions, real_search, start_critic)
 from .train import end_interrupted, keeping_bad
 from .vllm_engine import EngineLost
@@ -65,6 +64,10 @@ class WarmUpChoice(Collection):
             raise ValueError(f'no step counts: warm_least={self.warm_least} is after warm_steps={self.warm_steps}')
 
 # %% ../nbs/5_run/65_prepare.ipynb #c006
+_UNREAD = {'steps', *flat_options(Learning), *flat_options(Keeping)} - {      # of a training: no policy is trained
+    'adamw.clip', 'row_tokens', 'track', 'stop.bad_step', 'checkpoints.keep', 'checkpoints.minutes',
+    'checkpoints.restarts', 'checkpoints.grace'}
+
 @dataclass(frozen=True)
 class Warming(WarmUpChoice, Config):
     "A training's settings, and its critic's warm-up's."
@@ -140,12 +143,11 @@ def _summary(history, how, exam, learner):
 def _warmup_over(
     c,  # Warming
 ):
-    """The summary of a warm-up that is resumed and over (it passed, or took all its steps), None if there is more to
-    do."""
+    "Whether a warm-up is resumed that is over: it passed, or took all its steps."
     path = Path(c.run)/'summary.json'
-    if not (c.resume and path.exists()): return None
+    if not (c.resume and path.exists()): return False
     summary, most = read_json(path), 0 if c.collected == 'cold' else c.warm_steps
-    return summary if summary['passed'] or summary['step'] >= most else None
+    return summary['passed'] or summary['step'] >= most
 
 # %% ../nbs/5_run/65_prepare.ipynb #c017
 def _plan(c):
@@ -187,18 +189,9 @@ def prepare(
     Bad settings are refused before any compute."""
     c = make_warming(config) if isinstance(config, dict) else config
     say = say or (speak if is_rank() else lambda line: print(line, flush=True))
-    if c.dry_run:
-        if c.other_corpus: open_search(data_sets(c.data)[0], c.path, c.other_corpus)
-        return examine(c, say, Examiner(check_warming, _weigh, _forecast))
-    check_warming(c)
-    over = _warmup_over(c) is not None
-    if not (over or is_rank()):
-        if c.model != 'tiny': find_model(c.model)
-        lines = [*_forecast(c), *no_gpu(c.model, c.ranks, c.here, c.tflops)] if is_large(c.model) else []
-        for line in lines: say(line)
-    return on_ranks('credit_rl.prepare', c, say, lambda ranks: _prepare(c, say, ranks),
-                    lambda s: hold_run(s, (*MAY_CHANGE, 'warm_steps')), over, c.checkpoints.restarts,
-                    c.checkpoints.grace)
+    if c.dry_run and c.other_corpus: open_search(data_sets(c.data)[0], c.path, c.other_corpus)
+    return start_run('credit_rl.prepare', c, say, _prepare, _warmup_over, Examiner(check_warming, _weigh, _forecast),
+                     lambda c: hold_run(c, (*MAY_CHANGE, 'warm_steps')))
 
 # %% ../nbs/5_run/65_prepare.ipynb #c019
 def _prepare(c, say, ranks):
@@ -212,7 +205,7 @@ def _prepare(c, say, ranks):
     with watch_signals(c.run) as asked, RunLog(c.run, c.resume, c.trackers) if ranks.first else SilentLog(c.run) as log:
         times = SaveTimes(asked, c.checkpoints.minutes, ranks)
         real = None if c.data == 'tiny' else (real_questions(c, c.seed), real_search(c, c.protocol))
-        for line in tree_notes(c.tree, 'a warm-up reads its states as rows of their own'): say(line)
+        for line in unheeded(c, _UNREAD): say(line)
         with log.beginning():
             log.write_params(flat(c), (*MAY_CHANGE, 'warm_steps'))
             origin = origin_of(c)
@@ -221,53 +214,56 @@ def _prepare(c, say, ranks):
             engine = make_engine(c, origin.start, stage.model, stage.chat.tokenizer)
         keep = lambda asks, play, name: play_parts(
             log.folder/'played'/str(name), [asks[i:i + 256] for i in range(0, len(asks), 256)], play, times, say)
-        player, data = Sampler(engine, c.sampling, players(c.engine, ranks), keep), {}
-        try:
-            for part, most in (('train', c.sorted_questions), ('dev', None))[c.collected == 'cold':]:
-                env, asks = stage.environments[part], stage.questions[part]
-                path = log.folder/f'rollouts-{part}.jsonl.gz'
-                if not ranks.once(path.exists):
-                    asks, other = subsample(asks, most or len(asks), c.seed), None
-                    if c.other_corpus and env.tool.search:
-                        waits = (None, *c.search_settings[1:])
-                        other = open_search(data_sets(c.data)[0], c.path, c.other_corpus, settings=waits)[0]
-                    elif env.tool.search: other = Missing(env.tool.search.retriever, c.other_misses)
-                    words = lambda: prompt_hash(with_prompt(env, 'direct').chat.protocol)
-                    known = ranks.once(lambda: pool_tiers(c.pool, asks, metric, c.model, words())) if c.pool else None
-                    # the held-out ones are curated whatever the taught ones are, or there would be nothing to compare,
-                    # and under all prompts, which the gate asks under
-                    own = {name: getattr(c, name) for name in options_in(Collection)}
-                    own['collected'] = 'random' if (part, c.collected) == ('train', 'random') else 'curated'
-                    if part == 'dev': own['prompts_by'] = 'all'
-                    plan = CollectionPlan(**own, metric=metric, seed=seed_of('warm-up', c.seed, part))
-                    found = collect(player, env, asks, plan, other and searching(env, other), _embedder(c.embed),
-                                    lambda line: say(f'{part}: {line}'), known)
-                    ranks.once(lambda: found.save(path))
-                    ranks.once(lambda: shutil.rmtree(path.with_name('played'), ignore_errors=True))
-                data[part] = read_collected(path)
+        player = Sampler(engine, c.sampling, players(c.engine, ranks), keep)
+        try: data = {part: _collect(c, part, stage, metric, player, log.folder, say)
+                     for part in ('train', 'dev')[c.collected == 'cold':]}
         finally: engine.close()
-        exam = Examination(data['dev'], stage.environments['dev'], metric, c.row_tokens)
-        how = WarmUp(0 if c.collected == 'cold' else c.warm_steps, c.warm_least, c.warm_every, c.warm_batch,
-                     c.head_rate, c.backbone_rate, c.warm_rise, c.adamw.clip, c.row_tokens, c.must_pass, c.seed,
-                     c.stop.bad_step)
-        critic = start_critic({**get_method(c.method).critic, 'kind': 'shared', 'mix': 1.}, stage.model, c.seed)
-        if c.learner.checkpointing: stage.model.gradient_checkpointing_enable({'use_reentrant': False})
-        frozen = FrozenModels(load_model(origin.base, origin.dtype)[0], offload=tuple(c.learner.offload))
-        learner = critic_learner(stage.model, critic.head, how, frozen, c.temperature, c.learner.backend(c.dtype),
-                                 critic.at)
-        decode = stage.chat.tokenizer.decode
-        states = lambda pairs: [{'text': decode(ids), 'outcome': outcome} for ids, outcome in pairs]
-        made = lambda e: {'step': e.step, 'states': states(e.pairs)}
-        with keeping_bad(log, made, 'warm-up, '):
-            history = _teach(learner, how, data.get('train'), exam, log, times, say, c.checkpoints.keep)
-        about = {'kind': 'warm-up', 'collected': c.collected, 'method': c.method, 'seed': c.seed}
-        summary = {**about, **_summary(history, how, exam, learner), 'head': get_method(c.method).critic['head'],
-                   'protocol': stage.chat.protocol.name, 'prompt_hash': prompt_hash(stage.chat.protocol),
-                   'rendered_hash': prompt_hash(stage.chat)}
-        write_warmed(log.folder, learner, stage.chat.tokenizer, summary, log, ranks)
-        ranks.wait()
-        say(('passed: ' if history[-1][1].passed else 'NOT passed: ') + str(history[-1][1]))
+        _learn(c, origin, stage, data.get('train'), Examination(data['dev'], stage.environments['dev'], metric, c.row_tokens),
+               log, times, say)
         return log.folder
+
+def _collect(c, part, stage, metric, player, folder, say):
+    "The rollouts of a part, 'train' or 'dev', as they are there, or played and kept: `WarmupRollouts`."
+    env, once, path = stage.environments[part], player.ranks.once, folder/f'rollouts-{part}.jsonl.gz'
+    if once(path.exists): return read_collected(path)
+    asks, other = stage.questions[part], None
+    asks = subsample(asks, (c.sorted_questions if part == 'train' else None) or len(asks), c.seed)
+    if c.other_corpus and env.tool.search:
+        waits = (None, *c.search_settings[1:])
+        other = open_search(data_sets(c.data)[0], c.path, c.other_corpus, settings=waits)[0]
+    elif env.tool.search: other = Missing(env.tool.search.retriever, c.other_misses)
+    words = lambda: prompt_hash(with_prompt(env, 'direct').chat.protocol)
+    known = once(lambda: pool_tiers(c.pool, asks, metric, c.model, words())) if c.pool else None
+    # the held-out ones are curated whatever the taught ones are, or there would be nothing to compare,
+    # and under all prompts, which the gate asks under
+    own = {name: getattr(c, name) for name in options_in(Collection)}
+    own['collected'] = 'random' if (part, c.collected) == ('train', 'random') else 'curated'
+    if part == 'dev': own['prompts_by'] = 'all'
+    plan = CollectionPlan(**own, metric=metric, seed=seed_of('warm-up', c.seed, part))
+    found = collect(player, env, asks, plan, other and searching(env, other), _embedder(c.embed),
+                    lambda line: say(f'{part}: {line}'), known)
+    once(lambda: found.save(path))
+    once(lambda: shutil.rmtree(folder/'played', ignore_errors=True))
+    return read_collected(path)
+
+def _learn(c, origin, stage, data, exam, log, times, say):
+    "Teach a critic on what was collected, and write what came of it."
+    chat, method = stage.chat, get_method(c.method)
+    how = WarmUp(0 if c.collected == 'cold' else c.warm_steps, c.warm_least, c.warm_every, c.warm_batch, c.head_rate,
+                 c.backbone_rate, c.warm_rise, c.adamw.clip, c.row_tokens, c.must_pass, c.seed, c.stop.bad_step)
+    critic = start_critic({**method.critic, 'kind': 'shared', 'mix': 1.}, stage.model, c.seed)
+    if c.learner.checkpointing: stage.model.gradient_checkpointing_enable({'use_reentrant': False})
+    frozen = FrozenModels(load_model(origin.base, origin.dtype)[0], offload=tuple(c.learner.offload))
+    learner = critic_learner(stage.model, critic.head, how, frozen, c.temperature, c.learner.backend(c.dtype), critic.at)
+    states = lambda pairs: [{'text': chat.tokenizer.decode(ids), 'outcome': outcome} for ids, outcome in pairs]
+    with keeping_bad(log, lambda e: {'step': e.step, 'states': states(e.pairs)}, 'warm-up, '):
+        history = _teach(learner, how, data, exam, log, times, say, c.checkpoints.keep)
+    summary = {'kind': 'warm-up', 'collected': c.collected, 'method': c.method, 'seed': c.seed,
+               **_summary(history, how, exam, learner), 'head': method.critic['head'], 'protocol': chat.protocol.name,
+               'prompt_hash': prompt_hash(chat.protocol), 'rendered_hash': prompt_hash(chat)}
+    write_warmed(log.folder, learner, chat.tokenizer, summary, log, times.ranks)
+    times.ranks.wait()
+    say(('passed: ' if history[-1][1].passed else 'NOT passed: ') + str(history[-1][1]))
 
 # %% ../nbs/5_run/65_prepare.ipynb #t6502
 def _teach(learner, how, data, exam, log, times, say, keep):
@@ -358,10 +354,6 @@ def calibration_pairs(folders):  # as in warmup_table
     return {kind: torch.tensor([*zip(*found)], dtype=torch.float64) for kind, found in pairs.items() if found}
 
 # %% ../nbs/5_run/65_prepare.ipynb #c029
-_UNREAD = {'steps', *flat_options(Learning), *flat_options(Keeping)} - {      # of a training: no policy is trained
-    'adamw.clip', 'row_tokens', 'tree', 'track', 'stop.bad_step', 'checkpoints.keep', 'checkpoints.minutes',
-    'checkpoints.restarts', 'checkpoints.grace'}
-
 def main(arguments=None):
     """`python -m credit_rl.prepare setting=value …`, values as in YAML; `--params FILE` reads a YAML file of settings
     first. Exit code 1 if the critic did not pass."""

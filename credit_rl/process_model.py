@@ -6,12 +6,12 @@
 __all__ = ['PARTS', 'process_texts', 'ClassifierScorer', 'ServerScorer', 'process_scores', 'check_scorer', 'make_scorer']
 
 # %% ../nbs/1_rules/38_process_model.ipynb #p37002
-import functools, inspect, json, math, time, urllib.error, urllib.request
+import functools, json, math, time, urllib.error, urllib.request
 from http.client import HTTPException
 import torch
 from .engine import check_numbers
 from .groups import index_groups
-from .judge import read_key
+from .judge import check_service, read_key
 from .options import Option, nearest
 from .parts import Reward
 
@@ -177,15 +177,7 @@ def check_scorer(
         raise ValueError("the reward prm wants a classifier: give options={'prm': {'model': 'FOLDER'}}, or with "
                          "'base_url' the address of a server")
     if not isinstance(settings, dict): return
-    kind = ServerScorer if 'base_url' in settings else ClassifierScorer
-    if 'api_key' in settings:
-        raise ValueError("a scorer's settings are written into the run's folder, so they may not hold a key: put it "
-                         "into the environment (export PRM_KEY=…) or a file, and give 'key_from': 'PRM_KEY'")
-    allowed = {*inspect.signature(kind).parameters, *(['key_from'] if kind is ServerScorer else [])} - {'api_key'}
-    for name in settings:
-        if name not in allowed: raise ValueError(f'a {kind.__name__} has no setting {name!r}{nearest(name, allowed)}')
-    if not settings.get('model'): raise ValueError(f"a scorer needs 'model', got {sorted(settings)}")
-    if kind is ServerScorer: read_key(settings.get('key_from'))
+    check_service(settings, 'scorer', ServerScorer if 'base_url' in settings else ClassifierScorer, ('model',))
 
 def make_scorer(
     settings,  # as for check_scorer
@@ -201,20 +193,13 @@ def _scorer_at(settings):
     return ServerScorer(api_key=read_key(settings.pop('key_from', None)), **settings)
 
 # %% ../nbs/1_rules/38_process_model.ipynb #p37024
-def _service(o):
-    "The scorer that a run tries first; None for an object that has a score alone."
-    scorer = make_scorer(o['prm'])
-    return scorer if isinstance(scorer, _Scorer) else None
-
-def _counts(o):
-    "What the scorer of a run counted."
-    counts = getattr(make_scorer(o['prm']), 'counts', {})
-    return {f'prm_{name}': n for name, n in counts.items()}
-
 PARTS = (
     Reward('prm', r'r_{i,k} = p_{\text{PRM}}(\text{good} \mid q, a_{\le k}, o_{<k})', 'process reward models',
            gives='levels', text=lambda groups, rewards, o: process_scores(groups, make_scorer(o['prm'])),
-           check=lambda o: check_scorer(o['prm']), service=_service, metrics=lambda batch, o: _counts(o),
+           check=lambda o: check_scorer(o['prm']),
+           service=lambda o: s if isinstance(s := make_scorer(o['prm']), _Scorer) else None,
+           metrics=lambda batch, o: {f'prm_{name}': count for name, count in
+                                     getattr(make_scorer(o['prm']), 'counts', {}).items()},
            logs={'prm_texts': 'texts that the process reward model was given since the run began',
                  'prm_failures': 'of these, texts without a score: their rollouts are missing',
                  'prm_cut': 'of these, texts that were too long, so that their beginning was left out'},

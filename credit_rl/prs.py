@@ -406,11 +406,6 @@ def _judge_answers(groups, rewards, o):
     verdicts = _verdicts(make_judge(o['judge']), trajectories, said, _asks(o))
     return torch.tensor([v if there else 0. for v, there in zip(verdicts, said)])
 
-def _check_judged(o):
-    "Refuse a judge that is not given, or could not be used."
-    check_judge(o['judge'], 'judged')
-    _words(o)
-
 _JUDGE = {'judge': Option(None, 'settings of the judge: base_url, model, key_from, …', object),
           'judge_asks': Option('reference', 'whether an answer agrees with the reference (appendix B), is grounded in '
                                'what was found (eq. 14), or both, a no to either deciding',
@@ -435,7 +430,8 @@ PARTS = (
                     'opening': Option('', 'what the generation prefix says of every turn before the model does')},
            facts={'tags': 'tags', 'opening': 'opening'}, differs='no call at all counts as every call parsed'),
     Reward('judged', r'R_i = R_{judge} \in \{0, 1\}', 'PRS tables 1 and 6', gives='outcome', text=_judge_answers,
-           check=_check_judged, needs=lambda o: Needs(words={'judged': _words(o)}), service=lambda o: make_judge(o['judge']), logs=JUDGE_LOGS,
-           options=_JUDGE),
+           check=lambda o: (check_judge(o['judge'], 'judged'), _words(o)),
+           needs=lambda o: Needs(words={'judged': _words(o)}), service=lambda o: make_judge(o['judge']),
+           logs=JUDGE_LOGS, options=_JUDGE),
     Row('prs', 'prs/group', 'PRS eqs. 8-13', '#56b4e9'),
     Row('prs+vspo', 'prs/group/value', 'PRS eqs. 8-13; VSPO eqs. 16-21', '#8f7fe0'))

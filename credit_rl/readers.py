@@ -202,6 +202,9 @@ def _swallows_rows(raw, cells, columns, delimiter):
     return {line.count(delimiter) + 1 for line in raw} == {columns}
 
 # %% ../nbs/2_environment/08_readers.ipynb #t0801
+# columns of questions, passages, rollouts, by which a header is told
+_HEADER_HAS = 'question', 'text', 'contents', 'messages', 'completion', 'output'
+
 def _table_rows(path, name, header_has=(), delimiter=','):
     """Yield (where, row) of a CSV file: dicts under a header, else lists of cells. A row of another length gives a
     RowError, and so does one that cannot be read. Raises ValueError on a header with a name twice."""
@@ -217,27 +220,17 @@ def _table_rows(path, name, header_has=(), delimiter=','):
             elif _swallows_rows(raw, cells, columns or raw[0].count(delimiter) + 1, delimiter):
                 yield where, RowError('(row)', f'has a quote on line {last - len(raw) + 1} that line {last} closes, '
                                       'with whole rows between them: is the file without quoting?')
-            elif columns is None and (names := [c.strip() for c in cells]) and _is_header(names, header_has):
-                header = _check_columns(names, name)
+            elif columns is None and (names := [c.strip() for c in cells]) and \
+                    {*names, *map(str.lower, names)} & {*_HEADER_HAS, *header_has}:
+                twice = next((n for i, n in enumerate(names) if n and n in names[:i]), None)
+                if twice is not None:
+                    raise ValueError(f'{name}: the header has the column {twice!r} twice; rename one of them')
+                header = names
             elif header is None: yield f'{name}, line {last}', cells
             elif len(cells) != len(header):
                 yield where, RowError('(row)', f'has {len(cells)} columns, the header {len(header)}')
             else: yield f'{name}, line {last}', dict(zip(header, cells))
             if columns is None and isinstance(cells, list): columns = len(cells)
-
-def _is_header(names, more=()):
-    known = {'question', 'text', 'contents', 'messages', 'completion', 'output'}   # of questions, passages, rollouts
-    return bool({*names, *(name.lower() for name in names)} & {*known, *more})
-
-def _check_columns(names, name):
-    "Names of columns, those that are blank aside each once. Raises ValueError on one that stands twice."
-    twice = next((n for i, n in enumerate(names) if n and n in names[:i]), None)
-    if twice is not None: raise ValueError(f'{name}: the header has the column {twice!r} twice; rename one of them')
-    return names
-
-def _tsv_rows(path, name, header_has=()):
-    "Yield (where, row) of a tab-separated file, with CSV's quoting or without any."
-    return _table_rows(path, name, header_has, delimiter='\t')
 
 # %% ../nbs/2_environment/08_readers.ipynb #c021
 def _parquet_rows(path, name):
@@ -252,8 +245,9 @@ def _parquet_rows(path, name):
     for i, row in enumerate(_progress(rows, name, path.stat().st_size, file.metadata.num_rows)):
         yield f'{name}, row {i}', row
 
-_READERS = {'.json': _json_rows, '.jsonl': _jsonl_rows, '.csv': _table_rows, '.tsv': _tsv_rows,
-           '.parquet': _parquet_rows}  # suffix → function(path, name for messages) → (where, row) pairs
+_READERS = {'.json': _json_rows, '.jsonl': _jsonl_rows, '.csv': _table_rows,
+            '.tsv': functools.partial(_table_rows, delimiter='\t'),
+            '.parquet': _parquet_rows}  # suffix → function(path, name for messages) → (where, row) pairs
 
 # %% ../nbs/2_environment/08_readers.ipynb #c024
 def read_rows(
@@ -431,8 +425,6 @@ def _document_text(path):
 
 def _paragraphs(text): return [p for p in re.split(r'\n[ \t]*\n', text) if p.strip()]
 
-def _text_sections(path): return '', [('', _paragraphs(_document_text(path)))]
-
 def _markdown_sections(path):
     "Title of a Markdown file, its first heading, and its sections; what stands between fences has no headings."
     text = re.sub(r'\A---\n.*?\n---\n', '', _document_text(path), flags=re.S)          # settings of a site
@@ -458,7 +450,8 @@ def _pdf_sections(path):
                                   for n, page in enumerate(pages.pages, 1)]
     except pypdf.errors.PyPdfError as e: raise ValueError(f'{path} cannot be read: {type(e).__name__}: {e}') from e
 
-_DOCUMENTS = {'.txt': _text_sections, '.md': _markdown_sections, '.markdown': _markdown_sections,
+_DOCUMENTS = {'.txt': lambda path: ('', [('', _paragraphs(_document_text(path)))]), '.md': _markdown_sections,
+              '.markdown': _markdown_sections,
               '.html': _html_sections, '.htm': _html_sections, '.pdf': _pdf_sections}  # suffix → function(path)
 
 # %% ../nbs/2_environment/08_readers.ipynb #t0811

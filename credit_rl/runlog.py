@@ -4,13 +4,13 @@
 
 # %% auto #0
 __all__ = ['METRICS', 'PACKED', 'CALLER', 'MAY_CHANGE', 'RunFolder', 'atomic_write', 'check_secrets', 'is_here', 'RunFolders',
-           'RunPaths', 'atomic_folder', 'plain_json', 'write_json', 'read_text', 'read_json', 'packed_run', 'is_stored',
-           'stored_folders', 'load_yaml', 'read_yaml', 'BoundedGzip', 'Journal', 'FolderInUse', 'is_alive', 'Hold',
-           'check_free', 'check_folder', 'writing', 'lasting', 'latest_checkpoint', 'named_checkpoint',
+           'RunPaths', 'check_new', 'atomic_folder', 'plain_json', 'write_json', 'read_text', 'read_json', 'packed_run',
+           'is_stored', 'stored_folders', 'load_yaml', 'read_yaml', 'BoundedGzip', 'Journal', 'FolderInUse', 'is_alive',
+           'Hold', 'check_free', 'check_folder', 'writing', 'lasting', 'latest_checkpoint', 'named_checkpoint',
            'save_checkpoint', 'check_trackers', 'RunLog', 'metrics_by_step', 'read_metrics', 'has_metrics',
            'read_turns', 'read_params', 'read_summary', 'note_params', 'check_same_params', 'hold_run', 'is_finished',
-           'SilentLog', 'saving', 'same_metrics', 'source_hash', 'imported_modules', 'module_hashes', 'code_hashes',
-           'changed_modules']
+           'SilentLog', 'saving', 'same_metrics', 'file_hash', 'source_hash', 'imported_modules', 'module_hashes',
+           'code_hashes', 'changed_modules']
 
 # %% ../nbs/machinery/02_runlog.ipynb #c002
 import ast, contextlib, difflib, errno, functools, gzip, hashlib, importlib.util
@@ -205,6 +205,11 @@ def _settle(path):
         shutil.rmtree(gone, ignore_errors=True)
 
 # %% ../nbs/machinery/02_runlog.ipynb #c015
+def check_new(folder):  # of a model
+    "Refuse a folder that holds something. Raises FileExistsError."
+    if folder.exists() and (not folder.is_dir() or {p.name for p in folder.iterdir()} - {'.writer'}):
+        raise FileExistsError(f'{folder} is not empty; choose another folder')
+
 @contextlib.contextmanager
 def atomic_folder(path):  # folder to replace or make
     """Give an empty folder to fill and make it `path` as a whole; a kill leaves the old version or the new one. Where
@@ -892,13 +897,6 @@ def _check_sizes(folder, step):
                              f'Restore it; or remove {place}, and resume=True goes on from the checkpoint before; or '
                              f'remove {place/_SIZES} to go on without what is gone')
 
-def _tidy(folder):
-    "Finish or clear away what a killed writer left in a folder of checkpoints."
-    for path in sorted(folder.glob('.*')):
-        name, kind = path.name[1:].rsplit('.', 1)
-        if kind == 'new': _settle(folder/name)
-        elif kind in ('part', 'gone'): path.unlink() if path.is_symlink() else shutil.rmtree(path, ignore_errors=True)
-
 # %% ../nbs/machinery/02_runlog.ipynb #c041
 def save_checkpoint(folder,    # of a run
                     step,      # >= 0, not before one that is there
@@ -1001,20 +999,6 @@ class _Trackers:
         known = {n: float(v) for n, v in values.items() if not isinstance(v, str) and v == v}
         for tell, _ in self.opened: tell(step, known)
 
-# %% ../nbs/machinery/02_runlog.ipynb #c051
-def _check_values(values):
-    "Refuse a metric that is neither number nor string. Raises TypeError with its name."
-    for name, value in values.items():
-        if not isinstance(value, (str, numbers.Real)):
-            raise TypeError(f'metric {name!r}: wanted a number or a string, got {type(value).__name__}; .item() turns '
-                            'a tensor of one element into a number')
-
-def _undo_beginning(folder):
-    "Remove what a run has written before its first checkpoint, part that was played, or summary; where it has one, nothing."
-    if _checkpoints(folder) or any((folder/name).exists() for name in ('summary.json', 'played')): return
-    for name in ('params.yaml', *_GROWING): (folder/name).unlink(missing_ok=True)
-    with contextlib.suppress(OSError): (folder/'checkpoints').rmdir()  # kept if anything is in it
-
 # %% ../nbs/machinery/02_runlog.ipynb #c054
 class RunLog(Hold):
     "The folder of one run, written by this process alone until it is closed. Raises at once where it cannot be used."
@@ -1027,7 +1011,11 @@ class RunLog(Hold):
         try:
             _check_run(self.folder, resume)
             self._new = not (self.folder/'params.yaml').exists()
-            _tidy(self.folder/'checkpoints')
+            for path in sorted((self.folder/'checkpoints').glob('.*')):         # what a killed writer left
+                name, kind = path.name[1:].rsplit('.', 1)
+                if kind == 'new': _settle(path.with_name(name))
+                elif path.is_symlink(): path.unlink()
+                elif kind in ('part', 'gone'): shutil.rmtree(path, ignore_errors=True)
             self.cut(math.inf)
         except BaseException:
             self.close()
@@ -1059,7 +1047,10 @@ class RunLog(Hold):
         try: yield
         except BaseException:
             with self:
-                if self._new: _undo_beginning(self.folder)
+                kept = any((self.folder/name).exists() for name in ('summary.json', 'played'))
+                if self._new and not (kept or _checkpoints(self.folder)):
+                    for name in ('params.yaml', *_GROWING): (self.folder/name).unlink(missing_ok=True)
+                    with contextlib.suppress(OSError): (self.folder/'checkpoints').rmdir()  # kept if anything is in it
             raise
 
     def metrics(self, step,  # >= 0, never goes back
@@ -1067,7 +1058,10 @@ class RunLog(Hold):
         "Append one line of metrics, and the clocks. Raises on an unknown name and on a step that goes back."
         _check_metrics(values)
         values = {**self._clock.read(), **values}
-        _check_values(values)
+        for name, value in values.items():
+            if not isinstance(value, (str, numbers.Real)):
+                raise TypeError(f'metric {name!r}: wanted a number or a string, got {type(value).__name__}; .item() '
+                                'turns a tensor of one element into a number')
         self._append('metrics.jsonl', step, [values])
         self._trackers.show(self.folder, step, values)
 
@@ -1155,7 +1149,7 @@ def read_summary(folder):  # of a run
     return read_json(path) if is_stored(path) else None
 
 # %% ../nbs/machinery/02_runlog.ipynb #c072
-MAY_CHANGE = ('steps', 'resume', 'run', 'torch.threads', 'eval_every', 'track', 'measure', 'hosts.file', 'hosts.count',
+MAY_CHANGE = ('steps', 'resume', 'run', 'torch.threads', 'eval_every', 'track', 'measure', 'hosts.count',
               'hosts.endpoint', 'ranks', 'act_rows', 'tflops', 'dry_run', 'learner.offload', 'stop.bad_step', 'log.steps',
               'patience', 'healthy', 'checkpoints.keep', 'checkpoints.minutes', 'checkpoints.restarts',
               'checkpoints.grace', 'serve', 'servers')                           # of a run that is resumed
@@ -1235,44 +1229,41 @@ def saving(path):  # of a checkpoint
                       f'its disk has {free / 1e9:.3g} GB free{limit}; '
                       'earlier checkpoints are kept: make room, or raise the limit, and go on with resume=True') from e
 
-# %% ../nbs/machinery/02_runlog.ipynb #c070
-def _equal(x, y, tolerance):
-    "True for equal values, two NaNs, and numbers at most `tolerance` apart."
-    if isinstance(x, (int, float)) and isinstance(y, (int, float)):
-        return x == y or abs(x - y) <= tolerance or (math.isnan(x) and math.isnan(y))
-    return x == y
-
 # %% ../nbs/machinery/02_runlog.ipynb #c071
 def same_metrics(a, b,           # folders of two runs
                  tolerance=0.0): # largest absolute difference of two numbers that count as equal
     "Differences between the metrics of two runs, clocks apart: list of str, empty if there are none."
     first, second, differences = metrics_by_step(a), metrics_by_step(b), []
+    number = lambda v: isinstance(v, (int, float))
+    same = lambda v, w: v == w or number(v) and number(w) and (abs(v - w) <= tolerance or v != v and w != w)
     for step in sorted(first.keys() | second.keys()):
         x, y = first.get(step), second.get(step)
         if x is None or y is None:
             differences.append(f'step {step}: only in the {"second" if x is None else "first"} run')
             continue
         for name in sorted(x.keys() | y.keys()):
-            if not name.startswith('seconds') and not _equal(x.get(name), y.get(name), tolerance):
+            if not name.startswith('seconds') and not same(x.get(name), y.get(name)):
                 differences.append(f'step {step}: {name} is {x.get(name, "absent")} in the first run, '
                                    f'{y.get(name, "absent")} in the second')
     return differences
 
 # %% ../nbs/machinery/02_runlog.ipynb #c077
-def _without_docstring(node):
-    "Body of a module, class or function; its docstring left out."
-    first = node.body[0] if node.body else None
-    text = isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant) and isinstance(first.value.value, str)
-    return node.body[1:] if text else node.body
-
 def _tree_text(node):
     "Syntax tree as text, the same for code that differs in comments, docstrings and formatting only."
     if isinstance(node, list): return '[' + ','.join(map(_tree_text, node)) + ']'
     if not isinstance(node, ast.AST): return repr(node)
     documented = isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef))
-    fields = {**dict(ast.iter_fields(node)), **({'body': _without_docstring(node)} if documented else {})}
+    told = documented and ast.get_docstring(node, clean=False) is not None
+    fields = dict(ast.iter_fields(node)) | ({'body': node.body[1:]} if told else {})
     kept = [f'{n}={_tree_text(v)}' for n, v in fields.items() if v is not None and v != []]
     return f'{type(node).__name__}({",".join(kept)})'
+
+def file_hash(path):
+    "SHA-256 of a file, read in pieces: 64 hexadecimal digits."
+    digest = hashlib.sha256()
+    with open(path, 'rb') as f:
+        while piece := f.read(2 ** 22): digest.update(piece)
+    return digest.hexdigest()
 
 def source_hash(source):  # str, Python
     "Hash code by its syntax tree without docstrings: 16 hexadecimal digits."

@@ -420,18 +420,14 @@ class SearchCache:
         self._journal = Journal(path, head=_HEADER)
         self.url = str(path)   # what a run is said to search
         if not self.path.exists() and retriever is None: raise FileNotFoundError(f'{path}: there is nothing to replay')
-        self._check_first()
+        if self.path.exists():                                  # before anything of it is cut off
+            with open(self.path, 'rb') as file: first = file.readline(100)
+            if not (json.dumps(_HEADER).encode() + b'\n').startswith(first) and not is_kept_searches(self.path):
+                raise ValueError(f'{self.path}, line 1 is not a kept search: it is a file of something else')
         if retriever is not None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._journal.append([])
         for number, row in enumerate(self._journal.rows()): self._read(number, row)
-
-    def _check_first(self):
-        "Refuse a file of something else before anything of it is cut off. Raises ValueError."
-        if not self.path.exists(): return
-        with open(self.path, 'rb') as file: first = file.readline(100)
-        if not (json.dumps(_HEADER).encode() + b'\n').startswith(first) and not is_kept_searches(self.path):
-            raise ValueError(f'{self.path}, line 1 is not a kept search: it is a file of something else')
 
     def _keep(self, query, k, found):
         "Take an answer over, unless the one that is there serves for k passages too."

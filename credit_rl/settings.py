@@ -6,7 +6,7 @@
 __all__ = ['DOZEN', 'Course', 'Splits', 'Task', 'model_defaults', 'Acting', 'LearnerChoice', 'Host', 'Correction', 'CriticChoice',
            'TeacherChoice', 'AdamWChoice', 'Learning', 'Checkpoints', 'LogChoice', 'StopChoice', 'Keeping', 'Config',
            'make_config', 'read_parameters', 'check', 'data_sets', 'world_arguments', 'check_engine', 'check_ahead',
-           'own_tokenizer', 'check_lora', 'tree_notes', 'scored_schemas', 'schema_notes']
+           'own_tokenizer', 'check_lora', 'unheeded', 'scored_schemas', 'schema_notes']
 
 # %% ../nbs/5_run/61_settings.ipynb #c002
 import dataclasses, json, re
@@ -23,7 +23,7 @@ from .learner import CRITICS, Optimiser, check_offload
 from .losses import kl, policy_terms
 from .methods import METHODS, get_method
 from .models import Policy, check_model, load_tokenizer, weight_files
-from .options import MOVED, SettingsGroup, options_in, read_options, setting
+from .options import MOVED, SettingsGroup, flat, flat_options, options_in, read_options, setting
 from .parameters import from_settings, notebook_settings
 from .parts import Facts, Loss
 from .protocol import PROTOCOLS, reword
@@ -371,18 +371,13 @@ def make_config(
     settings: dict name -> value
     say: function called with a line of text; None: nobody is told
     """
-    _refuse_options(settings)
-    return from_settings(Config, as_played(settings, Config, say))
-
-def _refuse_options(settings):
-    "Refuse an option of the method that stands among the settings."
-    method = settings.get('method', Config.method)
-    options = METHODS[str(method)].knobs if str(method) in METHODS else {}
-    for name in settings:
+    method = str(settings.get('method', Config.method))
+    options = METHODS[method].knobs if method in METHODS else {}
+    for name, value in settings.items():
         if name in options and name not in (*options_in(Config), *MOVED):
-            value = settings[name]
             raise ValueError(f'{name} is an option of the method {method!r}, not a setting: write options.{name}='
                              f'{value} on the command line, and options: {{{name}: {value}}} elsewhere')
+    return from_settings(Config, as_played(settings, Config, say))
 
 def read_parameters(variables):
     "The `Config` set by a notebook's variables (its `globals()`), see `notebook_settings`."
@@ -488,7 +483,7 @@ def _check_host(host):
     if host.learner.kind == 'deepspeed' and host.dtype not in ('float32', 'bfloat16'):
         raise ValueError(f"with learner=deepspeed dtype is 'float32' or 'bfloat16', got {host.dtype!r}")
     check_offload(host.learner.offload)
-    check_hosts(host.ranks, host.hosts.file, host.hosts.count, host.hosts.endpoint)
+    check_hosts(host.ranks, host.hosts.count, host.hosts.endpoint)
     check_threads(host.torch.threads)
 
 # %% ../nbs/5_run/61_settings.ipynb #c022
@@ -641,12 +636,15 @@ def _check_tree(model, lora):
     from transformers import AutoConfig
     check_tree(AutoConfig.from_pretrained(model, trust_remote_code=False))
 
-def tree_notes(
-    tree,  # bool, as it is set
-    what,  # str, what reads rows as they are
+def unheeded(
+    c,       # Config, or what has its settings
+    unread,  # names of those that a run of this kind does not read, see `flat_options`
 ):
-    "What to say where `tree` is set for something that does not heed it: list of str."
-    return [f'tree=true is heeded by training by reinforcement alone: {what}'] if tree else []
+    "What to say of settings that are set, and that training by a method alone heeds: list of str, a line or none."
+    usual = {name: option.default for name, option in flat_options(type(c)).items()}
+    usual |= model_defaults(c.data, c.model)[0] | {'base_questions': c.base_questions}
+    given = [f'{name}={value!r}' for name, value in flat(c).items() if name in unread and value != usual[name]]
+    return [f'not heeded here, but by training with a method: {", ".join(given)}'] if given else []
 
 # %% ../nbs/5_run/61_settings.ipynb #sp61b
 def _check_warmed(c, method):

@@ -6,7 +6,7 @@
 __all__ = ['Setup', 'tiny_worlds', 'known_worlds', 'make_setup', 'real_questions', 'real_search', 'real_passages',
            'draw_questions', 'run_facts', 'bound_method', 'make_engine', 'players', 'hand_over', 'add_lora',
            'merge_lora', 'start_engine', 'Origin', 'base_folder', 'origin_of', 'make_learner', 'start_critic',
-           'plan_of', 'load_of', 'forecast', 'foretell', 'weigh', 'Examiner', 'examine']
+           'plan_of', 'load_of', 'forecast', 'foretell', 'weigh', 'Examiner', 'examine', 'start_run']
 
 # %% ../nbs/5_run/62_setup.ipynb #c002
 import copy, dataclasses, importlib.util, os, random, sys, tempfile
@@ -18,12 +18,12 @@ from .benchmarks import get_benchmark, in_parts
 from .datasets import load_corpus, load_questions, subsample
 from .demonstrations import demonstrate_all, reach, write_message
 from .dense import Dense
-from .dry_run import complaints, missing_room, no_gpu, rank_tflops
+from .dry_run import complaints, is_large, missing_room, no_gpu, rank_tflops
 from .engine import HFEngine, seed_of
 from .environment import ProgramLimits, asked_protocol, is_searched, make_environment, open_search
 from .estimate import (KNOWN_SIZES, Load, TrainingPlan, describe, describe_ahead, describe_likely,
                                 describe_sharing, kept_lengths, likely_load, memory, read_sizes, rows_work, step_seconds)
-from .launch import FirstPlays, Ranks, is_rank, missing_for_hosts
+from .launch import FirstPlays, Ranks, is_rank, missing_for_hosts, on_ranks
 from .learner import FrozenModels, Learner, make_critic, seed_draws
 from .methods import extra_passes, get_method
 from .outcome import Earned
@@ -33,7 +33,7 @@ from .parts import Facts
 from .protocol import check_tokenizer, reword
 from .retrieval import BM25
 from .rollout import check_prompts
-from .runlog import check_folder
+from .runlog import check_folder, hold_run
 from .scoring import GOLDS_OPTION
 from .settings import (check, check_ahead, check_engine, check_lora, data_sets, model_defaults, own_tokenizer,
                                 schema_notes, scored_schemas, world_arguments)
@@ -647,7 +647,7 @@ def examine(
     # vLLM wants a host that this need not be
     wrong = complaints(lambda: check_engine(c))
     wrong += complaints(lambda: check_ahead(c))
-    wrong += complaints(lambda: check_folder(run)) + missing_for_hosts(c.hosts.file, c.hosts.count, c.hosts.endpoint)
+    wrong += complaints(lambda: check_folder(run)) + missing_for_hosts(c.hosts.count, c.hosts.endpoint)
     lacks, real = [], None
     if c.data != 'tiny':
         real = []                                                          # questions by part, and what is searched
@@ -685,3 +685,23 @@ def examine(
     if wrong: raise ValueError('\n- '.join(['this run cannot start:', *wrong]))
     say(f'everything {"else " * bool(notes)}is there; leave out dry_run to start')
     return run
+
+# %% ../nbs/5_run/62_setup.ipynb #s6212
+def start_run(
+    module,    # that each rank runs, e.g. 'credit_rl.train'
+    c,         # Config
+    say,       # function called with lines of text
+    work,      # function (Config, say, Ranks) -> folder: the run, or a rank's part of it; what is over it shows again
+    over,      # function of a Config: whether its run is over
+    examiner=Examiner(),
+    hold=hold_run,  # as for `on_ranks`
+):
+    "Do a run on its ranks, or with `dry_run` examine it. Returns its folder. Bad settings are refused before any compute."
+    if c.dry_run: return examine(c, say, examiner)
+    examiner.check(c)
+    if not ((done := over(c)) or is_rank()):
+        if c.model != 'tiny': find_model(c.model)
+        if is_large(c.model):
+            for line in [*examiner.forecast(c), *no_gpu(c.model, c.ranks, c.here, c.tflops)]: say(line)
+    return on_ranks(module, c, say, lambda ranks: work(c, say, ranks), hold, done, c.checkpoints.restarts,
+                    c.checkpoints.grace)

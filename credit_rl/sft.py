@@ -13,16 +13,16 @@ from dataclasses import dataclass
 from pathlib import Path
 import torch
 from .demonstrations import demonstrate_all, reach, write_message
-from .dry_run import is_large, no_gpu, rank_tflops
+from .dry_run import rank_tflops
 from .engine import seed_of
 from .environment import asked_protocol, make_environment, playing
 from .estimate import Load, describe, memory, read_sizes, step_seconds
 from .evaluate import note_seen, question_key, read_manifest, right_rows, seen_lines, summarize, train_keys
-from .launch import (LaunchError, Progress, SaveTimes, is_rank, on_ranks, play_parts, read_groups, save_point,
-                              set_torch, speak, watch_signals, write_groups)
+from .launch import (LaunchError, Progress, SaveTimes, is_rank, play_parts, read_groups, save_point, set_torch,
+                              speak, watch_signals, write_groups)
 from .layout import pack
 from .learner import BadStep, Learner, Optimiser
-from .models import find_model, load_model, load_tokenizer, tokenizer_hash, write_model
+from .models import load_model, load_tokenizer, tokenizer_hash, write_model
 from .options import SettingsGroup, flat, flat_options, nearest, options_in, setting
 from .outcome import outcome_rewards
 from .parameters import by_group, error_line, from_settings, make_parser, read_settings
@@ -32,10 +32,9 @@ from .rollout import rollout
 from .runlog import (MAY_CHANGE, RunLog, SilentLog, atomic_folder, check_same_params, code_hashes, hold_run,
                               latest_checkpoint, note_params, read_json, read_params, read_turns)
 from .scoring import retell
-from .settings import (DOZEN, Config, Keeping, Learning, check, make_config,
-                                tree_notes)
-from .setup import (Examiner, add_lora, bound_method, draw_questions, examine, hand_over, make_setup,
-                             merge_lora, origin_of, plan_of, players, real_questions, real_search, start_engine)
+from .settings import unheeded, DOZEN, Config, Keeping, Learning, check, make_config
+from .setup import (start_run, Examiner, add_lora, bound_method, draw_questions, hand_over, make_setup, merge_lora,
+                             origin_of, plan_of, players, real_questions, real_search, start_engine)
 from .step_metrics import paired_line, right_marks
 from .train import Actor, end_interrupted, keeping_bad
 from .vllm_engine import EngineLost
@@ -139,6 +138,9 @@ def fine_tune(
     return log
 
 # %% ../nbs/5_run/64_sft.ipynb #c014
+_UNREAD = {'method', 'options', 'steps', *flat_options(Learning), *flat_options(Keeping)} - {
+    'row_tokens', 'stop.bad_step', 'checkpoints.minutes', 'checkpoints.restarts', 'checkpoints.grace'}
+
 @dataclass(frozen=True)
 class Tuning(Config):
     "A training's settings, and what is imitated."
@@ -154,24 +156,20 @@ def rejection_sft(
     begins anew without one, and one that did is left as it is."""
     say = say or (speak if is_rank() else lambda line: print(line, flush=True))
     c = make_config(config, None if is_rank() else say) if isinstance(config, dict) else config
-    if c.dry_run:
-        one = dataclasses.replace(c.checkpoints, keep=1)
-        return examine(dataclasses.replace(c, checkpoints=one, healthy=''), say,
-                       Examiner(lambda c: _check(c, how), _weigh, lambda c: _forecast(c, how)))
-    _check(c, how)
-    if c.resume and (Path(c.run)/'summary.json').exists(): return _find_finished(c, how, say)
-    if not is_rank():
-        if c.model != 'tiny': find_model(c.model)
-        lines = [*_forecast(c, how), *no_gpu(c.model, c.ranks, c.here, c.tflops)] if is_large(c.model) else []
-        for line in lines: say(line)
     settings = Tuning(**vars(c), sft=dataclasses.asdict(how))
-    return on_ranks('credit_rl.sft', settings, say, lambda ranks: _tune(settings, how, say, ranks),
-                    lambda s: hold_run(dataclasses.replace(s, method='sft')), False, c.checkpoints.restarts, c.checkpoints.grace)
+    if c.dry_run:
+        settings = dataclasses.replace(settings, checkpoints=dataclasses.replace(c.checkpoints, keep=1), healthy='')
+    return start_run('credit_rl.sft', settings, say, lambda c, say, ranks: _tune(c, how, say, ranks), _is_over,
+                     Examiner(lambda c: _check(c, how), _weigh, lambda c: _forecast(c, how)),
+                     lambda c: hold_run(dataclasses.replace(c, method='sft')))
+
+def _is_over(c): return c.resume and (Path(c.run)/'summary.json').exists()   # whether a folder is only shown again
 
 # %% ../nbs/5_run/64_sft.ipynb #c014s2
 def _tune(c, how, say, ranks):
     "The fine-tuning, or this rank's part of it. Returns the run's folder."
     say = say if ranks.first else lambda line: None
+    if _is_over(c): return _find_finished(c, how, say)
     set_torch(c.torch.threads, c.torch.tf32)
     with contextlib.ExitStack() as stack:
         asked = stack.enter_context(watch_signals(c.run))
@@ -180,7 +178,7 @@ def _tune(c, how, say, ranks):
         note_params(log, dataclasses.replace(c, method='sft'))
         times, origin = SaveTimes(asked, c.checkpoints.minutes, ranks), origin_of(c)
         stage = ranks.in_turn(lambda: make_setup(c, origin, say))
-        for line in tree_notes(c.tree, 'a fine-tuning reads its rows as they are'): say(line)
+        for line in unheeded(c, _UNREAD): say(line)
         engine = start_engine(c, origin, stage)
         stack.callback(engine.close)
         actor = Actor(engine, stage, c.sampling, c.questions_per_step, c.group_size, c.seed,
@@ -283,7 +281,7 @@ def _examples(actor, metric, times, how):
 def _find_finished(config, how, say, name='sft'):
     "The folder of a fine-tuning, or of demonstrations, that is over. Raises ValueError on other settings."
     folder = Path(config.run)
-    check_same_params(config, (*MAY_CHANGE, 'method'))
+    check_same_params(config, (*MAY_CHANGE, 'method', name))
     if (made := read_params(folder).get(name)) != (given := dataclasses.asdict(how)):
         what = {'sft': 'a finished fine-tuning', 'demos': 'demonstrations'}[name]
         raise ValueError(f'{folder} holds {what} by {made}, not by {given}: give the same, or choose another name')
@@ -345,7 +343,7 @@ def write_demos(
     if c.data == 'tiny': raise ValueError('the tiny world has players of its own (25_tiny): give another data set')
     check(c)
     write_message(asked_protocol(c.protocol), '')                  # refuses a protocol without demonstrations
-    if c.resume and (Path(c.run)/'summary.json').exists(): return _find_finished(c, how, say, 'demos')
+    if _is_over(c): return _find_finished(c, how, say, 'demos')
     with RunLog(c.run, c.resume) as log, log.beginning():
         log.write_params({**flat(c), 'method': 'demos', 'demos': dataclasses.asdict(how)}, MAY_CHANGE)
         tokenizer, parts = load_tokenizer(c.model), real_questions(c, c.seed)
@@ -421,9 +419,6 @@ def read_rollouts(
     return [retell([of(tries)], chat, key[2], ends=True)[0] for key, tries in kept.items()], count
 
 # %% ../nbs/5_run/64_sft.ipynb #c021
-_UNREAD = {'method', 'options', 'steps', *flat_options(Learning), *flat_options(Keeping)} - {
-    'row_tokens', 'tree', 'stop.bad_step', 'checkpoints.minutes'}
-
 def _command(name, about, kind, run, arguments):
     "A command that takes settings of `Config`, and those of a group `kind` of its own with a prefix."
     parser, prefix = make_parser(f'credit_rl.{name}', about), f'{name}.'

@@ -67,14 +67,12 @@ def _changes(groups, rewards, o):
     if o['table'] is not None: counts = counts + torch.tensor(o['table'], dtype=counts.dtype)
     return turn_changes(table_values(found, counts), mask), {'situations': found}
 
-def _fade(o, state, rewards, layout):
-    "The table after a step."
-    return (o['keep'] * (torch.tensor(state).double() + tally(rewards['situations'], rewards['outcome']))).tolist()
-
 PARTS = (
     Reward('table', r'V(c_{k+1}) - V(c_k)', 'ours, after CARL eq. 1', text=_changes,
            gives='changes', fits=not_summed('changes of value sum to the outcome less a constant'),
-           keeps=Keeps(lambda o: torch.zeros(2, SITUATIONS).tolist(), lambda o, state: {**o, 'table': state}, _fade),
+           keeps=Keeps(lambda o: torch.zeros(2, SITUATIONS).tolist(), lambda o, state: {**o, 'table': state},
+                       lambda o, state, rewards, layout: (o['keep'] * (torch.tensor(state).double() + tally(
+                           rewards['situations'], rewards['outcome']))).tolist()),
            options={'keep': Option(0.8, 'weight of earlier steps in the next, once for each step', least=0, most=1),
                     'table': Option(None, 'sums and counts of earlier steps; a run puts them in', list)},
            differs="a table over what only the world knows, in place of CARL's critic"),

@@ -19,25 +19,24 @@ from .engine import SamplingParams, seed_of
 from .evaluate import evaluate, note_seen, seen_lines, summarize, train_keys
 from .information_gain import belief_schema, belief_warning
 from .judge import Judge, judge_counts
-from .launch import (LaunchError, Progress, Ranks, SaveTimes, is_rank, on_ranks, save_point, set_torch, speak,
+from .launch import (LaunchError, Progress, Ranks, SaveTimes, is_rank, save_point, set_torch, speak,
                               watch_signals)
 from .layout import pack
 from .learner import BadStep, Learner
-from .dry_run import is_large, no_gpu
+from .dry_run import is_large
 from .estimate import kept_lengths
-from .models import find_model
 from .parameters import by_group, error_line, make_parser, read_settings
 from .parts import Golds, Measured, Needs, assign, start_values
 from .world import get_regime
 from .protocol import prompt_hash
 from .rollout import continuations, rollout
-from .runlog import (MAY_CHANGE, RunLog, BoundedGzip, SilentLog, check_same_params, code_hashes, is_finished, hold_run,
+from .runlog import (MAY_CHANGE, RunLog, BoundedGzip, SilentLog, check_same_params, code_hashes, is_finished,
                               latest_checkpoint, metrics_by_step, named_checkpoint, note_params, read_json, read_params)
 from .scoring import GOLDS_OPTION, answer_header, gold_templates, gold_texts, retell, teacher_chat
 from .search_service import SearchClient
-from .settings import DOZEN, Config, check, make_config, schema_notes, scored_schemas
-from .setup import (Setup, bound_method, draw_questions, examine, forecast, foretell, hand_over, start_engine,
-                             make_learner, make_setup, origin_of, players, real_questions, real_search)
+from .settings import DOZEN, Config, make_config, schema_notes, scored_schemas
+from .setup import (start_run, Setup, bound_method, draw_questions, foretell, hand_over, start_engine, make_learner,
+                             make_setup, origin_of, players, real_questions, real_search)
 from .step_metrics import (IDLE, base_lines, base_report, has_collapsed, credit_metrics, credited_tokens,
                                     describe_rollouts, dev_metrics, final_lines, idle_line, is_kept, is_shown,
                                     kl_from_base, known_tiers, log_lines, mean_drift, over_line, reencoding_drift,
@@ -82,8 +81,6 @@ class Look:
         found = self._read(layout, Needs(gold=own, groups=needs.groups))
         return dataclasses.replace(seen or Measured(), gold_logp=found.gold_logp, gold_tokens=found.gold_tokens)
 
-    def _chat_of(self, who): return self.teacher or self.chat if who == 'teacher' else self.chat
-
     def _show_to(self, who, layout, groups):
         "What a model reads: a layout, or the same rollouts in a teacher's own words."
         if who != 'teacher' or self.teacher is None: return layout
@@ -92,9 +89,11 @@ class Look:
 
     def _read(self, layout, needs):
         "What the learner finds: `Measured`."
-        golds = {who: gold_templates(self._chat_of(who), needs.groups, asked.schema, asked.most)
+        golds = {who: gold_templates((who == 'teacher' and self.teacher) or self.chat, needs.groups, asked.schema,
+                                     asked.most)
                  for who, asked in needs.golds.items()}
-        left_out = (_golds_left_out(self.chat, needs.groups, asked.most) for asked in needs.golds.values())
+        left_out = (sum(max(0, len(gold_texts(self.chat, g.question)) - asked.most) for g in needs.groups)
+                    for asked in needs.golds.values() if asked.most)
         self.left_out = max(self.left_out, *left_out, 0)
         found = {}
         for clock, asked in (('evaluate', dataclasses.replace(needs, teacher=None)),
@@ -110,10 +109,6 @@ class Look:
         return Measured(**found)
 
 # %% ../nbs/5_run/63_train.ipynb #sp631
-def _golds_left_out(chat, groups, most):
-    "Count the accepted answers of the groups' questions beyond the first `most`; None: none is left out."
-    return sum(max(0, len(gold_texts(chat, g.question)) - most) for g in groups) if most else 0
-
 def _answer_tokens(answers, scored):
     """Tokens of answers, N lists of AnswerTemplate, each counted once for every state at which it was `scored`:
     (N, S, M) tokens of each answer, 0 where it was not."""
@@ -734,15 +729,7 @@ def train(
     say = say or (speak if is_rank() else lambda line: print(line, flush=True))
     told = None if is_rank() else say
     c = _as_begun(make_config(config, told) if isinstance(config, dict) else config)
-    if c.dry_run: return examine(c, say)
-    check(c)
-    over = is_finished(c)
-    if not (over or is_rank()):
-        if c.model != 'tiny': find_model(c.model)
-        lines = [*forecast(c), *no_gpu(c.model, c.ranks, c.here, c.tflops)] if is_large(c.model) else []
-        for line in lines: say(line)
-    return on_ranks('credit_rl.train', c, say, lambda ranks: _train(c, say, ranks), hold_run, over,
-                    c.checkpoints.restarts, c.checkpoints.grace)
+    return start_run('credit_rl.train', c, say, _train, is_finished)
 
 def _train(c, say, ranks):
     "The run, or this rank's part of it: steps until it is over, has collapsed, or is told to leave."

@@ -189,13 +189,9 @@ def to_json(x):
     return json.loads(json.dumps(dataclasses.asdict(x)))
 
 # %% ../nbs/1_rules/00_trajectory.ipynb #c026
-def _turn_from_json(d):
-    "Make a `Turn` from `to_json`'s dictionary."
-    return Turn(**d)
-
 def trajectory_from_json(d):
     "Make a `Trajectory` from `to_json`'s dictionary."
-    return Trajectory(Question(**d['question']), d['prompt_ids'], [_turn_from_json(t) for t in d['turns']], d['stop'],
+    return Trajectory(Question(**d['question']), d['prompt_ids'], [Turn(**t) for t in d['turns']], d['stop'],
                       d['answer'], d.get('earned'))
 
 def group_from_json(d):

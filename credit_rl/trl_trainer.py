@@ -18,13 +18,14 @@ from .evaluate import evaluate
 from .tspo import folr_rewards
 from .layout import loss_weights
 from .methods import get_method
+from .options import flat_options
 from .parameters import by_group, error_line, make_parser, read_settings
 from .parts import Measured, assign
 from .protocol import PROTOCOLS, last_answer
 from .rollout import rollout
 from .runlog import RunLog, note_params
 from .scoring import acting_states, answer_header, answer_logps, gold_templates
-from .settings import Config, Correction, LearnerChoice, make_config
+from .settings import Config, Correction, Keeping, Learning, LearnerChoice, make_config, unheeded
 from .setup import bound_method, draw_questions, make_setup, origin_of
 from .trajectory import Group, Question, Result, Stop, Trajectory, Turn
 
@@ -530,6 +531,9 @@ def _each_step(
     return EachStep()
 
 # %% ../nbs/7_elsewhere/82_trl_trainer.ipynb #c027x3
+_UNREAD = {*flat_options(Keeping), 'act_rows', 'row_tokens', 'tree', 'recompute', 'draw_version', 'teacher.model', 'teacher.every',
+           *(name for name in flat_options(Learning) if name.startswith('critic.'))} - {'eval_every'}
+
 def trl_run(
     config,     # Config, or a dict of its settings
     say=print,  # function called with lines of text
@@ -539,11 +543,11 @@ def trl_run(
     from datasets import Dataset
     config = make_config(config) if isinstance(config, dict) else config
     if config.dry_run: raise ValueError('training under TRL has no dry_run')
-    # a new setting that only our loop reads joins these, or it would be passed over without a word
     usual = {'resume': False, 'lora': {}, 'engine': 'hf', 'learner': LearnerChoice(), 'ranks': 1, 'ahead': 0,
              'correction': Correction()}
     if given := [f'{n}={v!r}' for n, x in usual.items() if (v := getattr(config, n)) != x]:
         raise ValueError(f'training under TRL does not heed {", ".join(given)}: leave it out, or use credit_rl.train')
+    for line in unheeded(config, _UNREAD): say(line)
     method = get_method(config.method)
     _check_method(method)
     loss = config.loss_of(method)

@@ -295,22 +295,17 @@ def _scale_rewards(rewards, layout, seen, o):
     spread = x[known].pow(2).mean().sqrt() + o['eps'] if o['scale'] == 'batch' and known.any() else 1.
     return torch.where(known, x / spread, 0.)
 
-def _as_wide(values, layout):
-    "Values of kept rollouts, in as many columns as the batch has turns: a longer rollout may have been left out."
-    return torch.nn.functional.pad(values, (0, layout.turn_mask.shape[1] - values.shape[1]), value=math.nan)
-
-def _solver_changes(groups, rewards, o):
-    "What each turn changed of the solver's value: (N, K), the last one leaving nothing."
-    rates = solver_rates(groups, outcome_rewards(groups, o['read_by']))
-    return turn_changes(solver_values(groups, o['turns'], rates), index_groups(groups)[0])
-
 _CHANGES = {'gives': 'changes', 'fits': not_summed('changes of value sum to the outcome less a constant')}
 PARTS = (
     Reward('continuations', r'V^\pi(S_{k+1}) - V^\pi(S_k)', 'VinePPO (Kazemnejad et al. 2024)',
-           model=lambda layout, seen, o: turn_changes(_as_wide(seen.state_values, layout), layout.turn_mask),
+           # in as many columns as the batch has turns: a longer rollout may have been left out
+           model=lambda layout, seen, o: turn_changes(torch.nn.functional.pad(seen.state_values, (
+               0, layout.turn_mask.shape[1] - seen.state_values.shape[1]), value=math.nan), layout.turn_mask),
            needs=lambda o: Needs(plays=o['m']), options={'m': Option(4, 'continuations of every state', least=1)},
            differs='a turn for a step', **_CHANGES),
-    Reward('solver', r'V^{solver}(S_{k+1}) - V^{solver}(S_k)', 'ours', text=_solver_changes,
+    Reward('solver', r'V^{solver}(S_{k+1}) - V^{solver}(S_k)', 'ours',
+           text=lambda groups, rewards, o: turn_changes(solver_values(groups, o['turns'], solver_rates(
+               groups, outcome_rewards(groups, o['read_by']))), index_groups(groups)[0]),
            options={'turns': Option(4, 'turns that a rollout may take', least=1),
                     'read_by': Option('em', 'how answers are scored where the rate of right ones is measured', object)},
            facts={'turns': 'max_turns', 'read_by': 'metric'}, **_CHANGES),

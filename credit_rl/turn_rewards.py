@@ -218,32 +218,22 @@ from .judge import JUDGE_LOGS, check_judge, judge_text, make_judge
 from .options import Option
 from .parts import Needs, Reward, Row
 
-def _needs_judge(o):
-    "Refuse settings without a judge."
-    check_judge(o['judge'], 'judge')
-    _words(o)
-
 def _words(o): return judge_text(o['judge_prompt'], JUDGE_PROMPT, ('question', 'pairs'))
 
-def _by_rules(groups, rewards, o):
-    "Rule rewards of the tool turns: (N, K)."
-    return rule_turn_rewards(groups, partial(rule_rewards, exec_reward=o['exec_reward'],
-                                             answer_reward=o['answer_reward'], variant=o['variant']))
-
-def _tool_rewards(groups, rewards, o):
-    "What the tools' own replies brought: (N, K), 0 where they said nothing."
-    rows = [torch.tensor([turn.reward or 0. for turn in t.turns]) for g in groups for t in g.trajectories]
-    return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
-
 PARTS = (
-    Reward('brought', r'r_{i,k}\ \text{as the tool says}', 'ORS (ToolOutput)', text=_tool_rewards,
+    Reward('brought', r'r_{i,k}\ \text{as the tool says}', 'ORS (ToolOutput)',
+           text=lambda groups, rewards, o: torch.nn.utils.rnn.pad_sequence(
+               [torch.tensor([turn.reward or 0. for turn in t.turns]) for g in groups for t in g.trajectories], True),
            needs=lambda o: Needs(tools=True)),
-    Reward('rules', r'r_{i,k} = 0.1\cdot\text{ran} + 0.15\cdot\text{gold shown}', 'TIPS appendix E.4', text=_by_rules,
+    Reward('rules', r'r_{i,k} = 0.1\cdot\text{ran} + 0.15\cdot\text{gold shown}', 'TIPS appendix E.4',
+           text=lambda groups, rewards, o: rule_turn_rewards(groups, partial(
+               rule_rewards, **{name: o[name] for name in ('exec_reward', 'answer_reward', 'variant')})),
            options={'exec_reward': Option(0.1, 'reward of a call that ran', least=0),
                     'answer_reward': Option(0.15, 'more if a gold is in the result', least=0),
                     'variant': Option('answer-aware', 'or without the second term',
                                       choices=('answer-aware', 'tool-only'))}),
-    Reward('judge', r'r_{i,k} = \tfrac{1}{2\sum w}\sum_c w_c q_{k,c}', 'TIPS appendix E.7', check=_needs_judge,
+    Reward('judge', r'r_{i,k} = \tfrac{1}{2\sum w}\sum_c w_c q_{k,c}', 'TIPS appendix E.7',
+           check=lambda o: (check_judge(o['judge'], 'judge'), _words(o)),
            needs=lambda o: Needs(words={'judge': _words(o)}),
            text=lambda groups, rewards, o: judge_rewards(groups, make_judge(o['judge']), tuple(o['weights']), _words(o)),
            service=lambda o: make_judge(o['judge']), logs=JUDGE_LOGS,

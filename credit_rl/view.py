@@ -334,15 +334,12 @@ def _group_data(attempts, credit, texts, most):
 # %% ../nbs/6_looking/72_view.ipynb #v109
 _FIRST = ('grpo', 'tspo', 'igpo', 'prs')  # shown at first beside the run's own, three in all
 
-def _own_credit(recording):
-    "The credit that a run trained with: for each of its attempts lists of floats, or why there is none."
-    said = 'no credit was kept: these rollouts were played to be looked at'
-    own = lambda a: [[math.nan if x is None else float(x) for x in r['advantages']] for r in a.rows]
-    return [own(a) if all(r.get('advantages') is not None for r in a.rows) else said for a in recording.attempts]
-
 def _rules(recording, names):
     "The rules of a page, and the credit of each for every attempt: (list of dict, list of lists)."
-    run, own = recording.params.get('method'), _own_credit(recording)
+    run, missing = recording.params.get('method'), 'no credit was kept: these rollouts were played to be looked at'
+    floats = lambda row: [math.nan if x is None else float(x) for x in row['advantages']]
+    own = [list(map(floats, a.rows)) if all(r.get('advantages') is not None for r in a.rows) else missing
+           for a in recording.attempts]
     credit = {'as trained': own} if any(type(c) is list for c in own) else {}
     credit |= {name: recorded_credit(recording, name, None if name == run else {}) for name in names}
     rules = []

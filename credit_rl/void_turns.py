@@ -28,13 +28,10 @@ def void_rollouts(
     return torch.tensor([any(void_turns(t)) for g in groups for t in g.trajectories])
 
 # %% ../nbs/1_rules/45_void_turns.ipynb #v45009
-def _without_void(groups, rewards, o, rng):
-    "Every group, and ω: 0 for rollouts with a void turn."
-    return list(range(len(groups))), (~rewards['void']).float()
-
 PARTS = (
     Sampling('no-void', r'\omega_i = 1 - \mathbb 1[\text{a turn of } i \text{ neither calls nor answers}]',
-             'SimpleTIR (Xue et al. 2025)', keep=_without_void, selects=False,
+             'SimpleTIR (Xue et al. 2025)', selects=False,
+             keep=lambda groups, rewards, o, rng: (list(range(len(groups))), (~rewards['void']).float()),
              text=lambda groups, rewards, o: {'void': void_rollouts(groups)},
              metrics=lambda batch, o: {'void_rollouts': batch.rewards['void'].float().mean().item()},
              logs={'void_rollouts': 'share of trajectories with a turn that neither calls nor answers, which the '

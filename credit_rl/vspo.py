@@ -185,11 +185,6 @@ def _value_metrics(batch, o):
             'vspo_best': best}
 
 # %% ../nbs/1_rules/42_vspo.ipynb #p002s6
-def _pick_varied(groups, rewards, o, rng):
-    "Groups whose outcomes differ (DAPO), at most as many as a step asks for: the others are left out."
-    kept = informative(_outcomes(groups, rewards)[0], o['least_variance']).nonzero()[:, 0].tolist()
-    return kept[:o['groups']], None
-
 _VARIANCE = {'least_variance': Option(1e-6, 'groups with a smaller variance of outcomes are dropped', least=0)}
 
 # %% ../nbs/1_rules/42_vspo.ipynb #p002s7
@@ -203,7 +198,9 @@ PARTS = (
                       'clip': Option(True, 'smooth the weights; False: ω = N')},
              metrics=_value_metrics, logs=_VALUE_LOGS,
              differs='one row with ω times its advantage in place of N copies, its KL once; smoothing is its α'),
-    Sampling('varied', r'0 < \#\{i : R_i\ \text{right}\} < G', 'DAPO eq. 11', keep=_pick_varied,
+    Sampling('varied', r'0 < \#\{i : R_i\ \text{right}\} < G', 'DAPO eq. 11',
+             keep=lambda groups, rewards, o, rng: (informative(_outcomes(groups, rewards)[0], o['least_variance'])
+                                                   .nonzero()[:, 0].tolist()[:o['groups']], None),
              needs=lambda o: Needs(rounds=o['draws']),
              options={**_VARIANCE, 'draws': Option(3, 'rounds of rollouts that a step may take', least=1),
                       'groups': Option(None, 'most groups that are kept; None: those of a step', int, least=1)},

@@ -5,9 +5,9 @@
 # %% auto #0
 __all__ = ['GATE', 'tiers', 'pool_tiers', 'cluster_questions', 'draw_evenly', 'GateReport', 'gate', 'Pairs', 'make_pairs',
            'draw_pairs', 'gold_shown', 'sign_pairs', 'segment_statistics', 'gate_again', 'context_values', 'GateFailed',
-           'WarmUp', 'critic_learner', 'warm_up', 'with_prompt', 'Missing', 'searching', 'TierChoice', 'Collection',
-           'CollectionPlan', 'WarmupRollouts', 'read_collected', 'read_tiers', 'choose_questions', 'obedience',
-           'Sampler', 'collect', 'Examination', 'WarmupResult', 'write_warmed', 'report_from', 'read_warmed']
+           'WarmUp', 'critic_learner', 'warm_up', 'with_prompt', 'Missing', 'searching', 'Collection', 'CollectionPlan',
+           'WarmupRollouts', 'read_collected', 'read_tiers', 'choose_questions', 'obedience', 'Sampler', 'collect',
+           'Examination', 'WarmupResult', 'write_warmed', 'report_from', 'read_warmed']
 
 # %% ../nbs/4_learning/54_warmup.ipynb #c003
 import gzip, json, math, random
@@ -450,14 +450,10 @@ def searching(
 _BUCKETS = ('Tier 1, no tool', 'Tier 1, tool', 'Tier 2, no tool', 'Tier 2, tool')
 
 @dataclass(frozen=True)
-class TierChoice(SettingsGroup):
-    "How it is told whether the policy knows a question's answer."
-    tries: int = setting(5, 'answers without tools; a question is known (Tier 2) where one is right', least=1)
-    pool: object = setting(None, 'folder of a pool of such answers (credit-rl pool), or a list, read in their place')
-
-@dataclass(frozen=True)
-class Collection(TierChoice):
+class Collection(SettingsGroup):
     "Which rollouts a critic is taught on; defaults are the paper's (CARL appendix C)."
+    tries: int = setting(5, 'answers without tools; a question is known (Tier 2) where one is right', least=1)
+    pool: list = setting(None, 'folders of pools of such answers (credit-rl pool), read in their place')
     collected: str = setting('curated', "'random': no tiers, no clusters, one search; 'cold': nothing is taught, only "
                                         'examined', choices=('curated', 'random', 'cold'))
     prompts: list = setting(['direct', 'forced', 'optional'], 'under which each question is played')

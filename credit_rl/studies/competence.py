@@ -22,7 +22,7 @@ from ..engine import SamplingParams, seed_of
 from ..environment import Conversation, Source, make_environment
 from ..evaluate import Evaluation, open_set, set_names
 from ..launch import (LaunchError, Ranks, is_rank, join_ranks, keep_traceback, launch, launch_command,
-                              rank_environment, ranks_here, set_torch, speak)
+                              rank_environment, set_torch, speak)
 from ..models import load_model
 from ..export import read_policy
 from ..learner import saved_critic
@@ -105,9 +105,8 @@ def _config_of(run, host=None):  # host: dict of settings of Host, and lengths, 
     params, host, known = read_params(run), host or {}, (*flat_options(Host), *_LENGTHS)
     for name in host:
         if name not in known: raise ValueError(f'the host has no setting {name!r}{nearest(name, known)}')
-    alone = {'hosts.file': None, 'hosts.count': 1, 'hosts.endpoint': None}
-    had = [params.get(name, default) for name, default in (('ranks', 1), ('hosts.file', None), ('hosts.count', 1))]
-    if 'ranks' not in host: alone['ranks'] = ranks_here(*had)
+    alone = {'hosts.count': 1, 'hosts.endpoint': None}
+    if 'ranks' not in host: alone['ranks'] = params.get('ranks', 1) // params.get('hosts.count', 1)
     if host.get('engine') == 'hf': alone['vllm'] = {}
     return make_config({**params, 'run': str(run), **alone, **host})
 

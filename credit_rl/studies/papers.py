@@ -34,7 +34,7 @@ def _find(path):  # of the repository
     "Find a file or folder in this folder, one above, or beside the package. Raises FileNotFoundError."
     for folder in (Path.cwd(), *Path.cwd().parents, Path(str(files('credit_rl'))).parent):
         if (folder/path).exists(): return folder/path
-    raise FileNotFoundError(f'{path} is in no folder from {Path.cwd()} upwards, nor beside the package: go into a clone')
+    raise FileNotFoundError(f'{path} is in no folder from {Path.cwd()} up, nor beside the package: go into a clone')
 
 def papers_folder():
     "The folder of the papers' files. Raises FileNotFoundError."
@@ -92,8 +92,8 @@ def count_states():
     "How many tables and figures of each paper are in each state: a pandas DataFrame."
     import pandas as pd
     states, found = ('as meant', 'differs', 'by others', 'not measured'), [e for p in PAPERS for e in entries(p)]
-    table = pd.crosstab([[e.paper for e in found], [e.name.split()[0] + 's' for e in found]], [[e.state for e in found]],
-                        rownames=['paper', ''], colnames=[None], margins=True, margins_name='all')
+    rows, columns = [[e.paper for e in found], [e.name.split()[0] + 's' for e in found]], [[e.state for e in found]]
+    table = pd.crosstab(rows, columns, rownames=['paper', ''], colnames=[None], margins=True, margins_name='all')
     return table.reindex(index=[*PAPERS, 'all'], level=0)[[*states, 'all']]
 
 # %% ../../nbs/papers/84_papers.ipynb #w002
@@ -203,7 +203,8 @@ class Work(Job):
 
 # %% ../../nbs/papers/84_papers.ipynb #w004
 _KEPT = ('method', 'options', 'loss', 'average', 'epochs', 'minibatches', 'kl', 'teacher.model', 'teacher.every', 'measure',
-         'critic.kind', 'collected', 'must_pass', 'critic.mix', 'judge', 'baseline', 'greedy', 'metric', 'temperature', 'tries')
+         'critic.kind', 'collected', 'must_pass', 'critic.mix', 'judge', 'baseline', 'greedy', 'metric',
+         'temperature', 'tries')
 _ROWS = {'nq': 'nq.jsonl', 'triviaqa': 'triviaqa.json', 'popqa': 'popqa.tsv', 'musique': 'musique.jsonl',
          '2wikimultihopqa': '2wikimultihopqa.json', 'bamboogle': 'bamboogle.csv', 'gsm8k': 'gsm8k.jsonl',
          'finqa': 'finqa.json', 'browsecompplus': 'browsecompplus.jsonl', 'pairs': 'pairs.jsonl',

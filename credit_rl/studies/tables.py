@@ -782,7 +782,7 @@ def _reproduce(entry, given, over):
     entry = replace(entry, rows={n: row for n, row in entry.rows.items() if n in (given.rows or entry.rows)})
     rows = plan_entry(entry, given.runs, given.small, over) if entry.draw else []
     if given.small and 'judge' not in over and any(w.judged for w in all_works(rows)):
-        print(f'== {entry.paper}, {entry.name}: it asks a judge, and none is given: judge={{base_url: …, model: NAME}}\n')
+        print(f'== {entry.paper}, {entry.name} asks a judge, and none is given: judge={{base_url: …, model: NAME}}\n')
         return True
     if given.run:
         failed = make_works(all_works(rows), here=given.small)

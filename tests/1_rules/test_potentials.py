@@ -7,7 +7,7 @@ from hypothesis import given, settings, strategies as st
 from torch.testing import assert_close
 
 from credit_rl.potentials import (AlphaController, MODEL_SHAPES, ModelShape, REWARD_BANDS, answer_potential, bridge,
-                                  history_max, mean_abs_reward, pilot_alpha, scoring_flops, shaping_rewards)
+                                  history_max, mean_abs_reward, scoring_flops, shaping_rewards)
 
 settings.register_profile('potentials', deadline=None, max_examples=60)
 settings.load_profile('potentials')
@@ -175,15 +175,6 @@ def test_history_max_is_the_record_so_far(batch):
 
 # ---------------------------------------------------------------- α
 
-@given(st.floats(0.01, 5), st.floats(0.01, 2), st.integers(0, 2 ** 31))
-def test_a_pilot_hits_its_target(alpha, target, seed):
-    g = torch.Generator().manual_seed(seed)
-    phi, mask = -10 * torch.rand(4, 4, generator=g, dtype=torch.float64), torch.ones(4, 3, dtype=torch.bool)
-    phi[0, 0] = NAN  # a missing trajectory does not count
-    chosen = pilot_alpha(shaping_rewards(phi, mask, alpha), mask, alpha, target)
-    assert math.isclose(mean_abs_reward(shaping_rewards(phi, mask, chosen), mask), target, rel_tol=1e-6)
-
-
 def test_the_refund_is_not_what_alpha_is_sized_by():
     """Appendix D's pilot and band are about what a search earns. The last turn's refund −αΦ(S_{K−1}) is left out, in
     trajectories of any length, unless it is asked for; where nothing comes before the last turn nothing is measured."""
@@ -192,8 +183,6 @@ def test_the_refund_is_not_what_alpha_is_sized_by():
     shaping = shaping_rewards(phi, mask, .1)
     assert math.isclose(mean_abs_reward(shaping, mask), .1 * (1 + 2 + .5) / 3)
     assert math.isclose(mean_abs_reward(shaping, mask, refund=True), .1 * (1 + 2 + 6 + .5 + 8.5 + 9) / 6)
-    assert math.isclose(pilot_alpha(shaping, mask, .1), .2 / (3.5 / 3))
-    assert pilot_alpha(shaping, mask, .1, refund=True) < pilot_alpha(shaping, mask, .1) / 3
     assert math.isnan(mean_abs_reward(shaping[2:, :1], mask[2:, :1]))
 
 

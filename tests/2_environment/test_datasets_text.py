@@ -16,7 +16,6 @@ from credit_rl.demonstrations import answer_shown, next_queries
 from credit_rl.tspo import first_occurrence
 from credit_rl.information_gain import set_f1
 from credit_rl.judge import read_key, judge_text
-from credit_rl.launch import check_hosts
 from credit_rl.metrics import cover_match, exact_match, f1, normalize, numeric_match, parse_number
 from credit_rl.models import read_template
 from credit_rl.protocol import PROTOCOLS, reword
@@ -62,12 +61,11 @@ def marked(path, text):
 
 
 def test_every_text_that_is_read_may_begin_with_a_mark(tmp_path, monkeypatch):
-    "Prompts, templates, hostfiles, keys, words for a judge, JSON, YAML, dumps, kept searches."
+    "Prompts, templates, keys, words for a judge, JSON, YAML, dumps, kept searches."
     at = lambda name: tmp_path / name
     own = reword(PROTOCOLS['tspo'], system_prompt=marked(at('system.txt'), 'Be brief.\n'))
     assert own.system == 'Be brief.'
     assert read_template(marked(at('chat.jinja'), '{{ messages }}')) == '{{ messages }}'
-    check_hosts(3, marked(at('hosts'), 'one slots=1\ntwo slots=2\n'))
     assert read_key(marked(at('key'), 'secret\n')) == 'secret' and judge_text(marked(at('judge'), 'Ja?'), '') == 'Ja?'
     assert read_json(marked(at('a.json'), '{"a": 1}')) == read_yaml(marked(at('a.yaml'), 'a: 1')) == {'a': 1}
     row = {'input': 'Who?', 'output': '<answer> Ada </answer>', 'gts': ['Ada']}
@@ -79,7 +77,7 @@ def test_what_is_not_utf_8_is_refused_by_its_name(tmp_path):
     latin.write_bytes('Montréal {question}'.encode('latin1'))
     place = str(latin)
     for read in (lambda: reword(PROTOCOLS['tspo'], user_prompt=place), lambda: read_template(place),
-                 lambda: check_hosts(1, place), lambda: read_key(place), lambda: judge_text(place, ''),
+                 lambda: read_key(place), lambda: judge_text(place, ''),
                  lambda: read_json(place)):
         with pytest.raises(ValueError, match='UTF-8'): read()
     for name in ('a.jsonl', 'a.json', 'a.csv'):

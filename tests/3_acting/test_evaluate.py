@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from credit_rl import evaluate as evaluation
-from credit_rl import launch as launching
 from credit_rl.benchmarks import BENCHMARKS
 from credit_rl.datasets import MIXTURES, load_corpus, load_questions
 from credit_rl.engine import ScriptedEngine
@@ -587,25 +586,6 @@ def test_two_ranks_write_what_one_writes(model, corpus, tmp_path, monkeypatch):
     with pytest.raises(ValueError, match='ranks'):
         quiet({**settings, 'run': str(tmp_path / 'three'), 'ranks': 2}, engine=object())
     with pytest.raises(ValueError, match='ranks'): quiet({**settings, 'ranks': 0})
-
-
-def test_an_evaluation_on_several_hosts_is_started_by_its_hostfile(model, tmp_path, monkeypatch):
-    (hosts := tmp_path / 'hosts').write_text('one slots=1\ntwo slots=2\n')
-    settings = dict(model=model, data='hotpotqa', path=str(SAMPLE), run=str(tmp_path / 'run'), ranks=3,
-                    hostfile=str(hosts), **QUICK)
-    told = []
-    monkeypatch.setattr(launching, 'launch', lambda command, *given, environment, **more: told.append(
-        (command[1:], environment)))
-    assert quiet(settings) == tmp_path / 'run'
-    assert told == [([
-        '-m', 'deepspeed.launcher.runner', '--hostfile',
-        str(hosts), '--no_local_rank', '--module', 'credit_rl.evaluate', '--params',
-        str(tmp_path / 'run' / 'launch.yaml')
-    ], {})]
-    assert f'hosts.file: {hosts}' in (tmp_path / 'run' / 'launch.yaml').read_text()
-    with pytest.raises(ValueError, match='ranks=2'): quiet({**settings, 'ranks': 2})
-    with pytest.raises(ValueError, match="'nowhere'"):
-        quiet({**settings, 'hostfile': 'nowhere'})
 
 
 def test_each_rank_of_an_evaluation_gives_its_vllm_its_own_gpu(monkeypatch):

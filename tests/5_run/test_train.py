@@ -77,7 +77,6 @@ def test_after_three_steps_a_run_says_what_was_foretold(tmp_path, monkeypatch):
         return {'acting': 2., 'reading': 0., 'learning': 3.}
     monkeypatch.setattr(training, 'foretell', foretell)
     monkeypatch.setattr(training, 'is_large', lambda model: True)
-    monkeypatch.setattr(training, 'forecast', lambda s: [])
     said = []
     folder = train({**SHORT, 'steps': 3, 'eval_every': 3, 'questions_per_step': 2, 'group_size': 2, 'track': '',
                     'run': str(tmp_path / 'run')}, said.append)
@@ -560,7 +559,7 @@ def test_a_warm_up_without_its_package_is_refused_first(monkeypatch, tmp_path):
 def test_a_large_warm_up_tells_first_what_it_needs(monkeypatch, tmp_path):
     def begin(c, say, ranks): raise KeyboardInterrupt
     monkeypatch.setattr(preparing, '_prepare', begin)
-    monkeypatch.setattr(preparing, 'is_large', lambda c: True)
+    monkeypatch.setattr(staging, 'is_large', lambda c: True)
     lines = []
     with pytest.raises(KeyboardInterrupt):
         preparing.prepare(dict(model=BASE, protocol='carl-tiny', run=str(tmp_path / 'run')), say=lines.append)
@@ -615,14 +614,14 @@ SERVED = {   # what is refused of vLLM's own servers, by a word of the message
 @pytest.mark.parametrize('word', SERVED)
 def test_servers_that_cannot_act_are_refused(word):
     config = training.make_config({'model': BASE, 'engine': 'served', **SERVED[word]})
-    with pytest.raises(ValueError, match=word.strip()): training.check(config)
+    with pytest.raises(ValueError, match=word.strip()): staging.check(config)
 
 
 @pytest.mark.parametrize('name', ['tensor_parallel_size', 'pipeline_parallel_size'])
 def test_a_model_over_several_gpus_is_refused_where_a_rank_has_one(name):
     config = training.make_config(dict(model=BASE, engine='vllm', learner='deepspeed', ranks=2,
                                        vllm={'arguments': {name: 2}}))
-    with pytest.raises(ValueError, match=f'has one GPU for its vLLM, got {name}=2'): training.check(config)
+    with pytest.raises(ValueError, match=f'has one GPU for its vLLM, got {name}=2'): staging.check(config)
 
 
 def test_an_estimate_counts_what_vllm_makes_the_learner_read():

@@ -536,8 +536,9 @@ def test_a_step_under_trl_is_a_step_of_our_own_loop(trl, method, tmp_path, monke
 
 def test_trl_trains_for_a_few_steps_and_keeps_its_dev_scores(trl, tmp_path):
     said = []
-    folder = trl.trl_run({**TINY, 'method': 'igpo', 'steps': 3, 'minibatches': 2, 'dev_questions': 40,
+    folder = trl.trl_run({**TINY, 'method': 'igpo', 'steps': 3, 'minibatches': 2, 'dev_questions': 40, 'tree': True,
                           'run': str(tmp_path / 'run')}, said.append)
+    assert 'tree=True' in said[0]                                     # what only our loop heeds is said
     rows = [json.loads(line) for line in (folder / 'metrics.jsonl').read_text().splitlines()]
     assert [row['step'] for row in rows] == [0, 1, 2, 3] and all(0 <= row['dev_em'] <= 1 for row in rows)
     assert len({row['dev_em'] for row in rows}) > 1 and 'step 3/3' in said[-1]

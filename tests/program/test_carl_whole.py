@@ -25,7 +25,6 @@ from credit_rl.tiny import tiny_model, tiny_tokenizer
 from credit_rl.tools import PythonTool, SearchTool
 from credit_rl import prepare as preparing, setup as staging, step_metrics, train as training, warmup
 from credit_rl.studies import competence
-from credit_rl.studies.when_to_ask import AskingChoice, run_asking
 from credit_rl.studies.competence import examine_run, examine_runs
 from credit_rl.critics import at_states, expected_calibration_error, segment_starts
 from credit_rl.engine import ScriptedEngine
@@ -666,21 +665,6 @@ def test_three_questions_in_ten_are_looked_up_in_another_corpus(spoken, rows, tm
 
 
 MINILM = 'sentence-transformers/all-MiniLM-L6-v2'
-
-
-def test_what_a_critic_says_is_held_against_what_asking_is_worth(model, warm_up, tmp_path):
-    warm = warm_up(collected='random', must_pass=False, per_tier=8, warm_steps=2, warm_least=2, warm_every=2,
-                   clusters=2)
-    critic = {'critic_from': str(warm), 'critic': 'own'}
-    config = make_config({**TINY, **critic, 'model': model, 'run': str(tmp_path / 'run')})
-    said, asking, bias, form = run_asking(config, AskingChoice(attempts=6, asked=24), say=lambda line: None)
-    kept = json.loads((tmp_path / 'run' / 'asking.json').read_text())
-    assert kept['says'] == said and "critic's bias" in said and asking.delta['known'] > 0
-    assert asking.questions.sum() == 24 and asking.questions['known'] > 3
-    assert ((bias.value - bias.outcome - bias.bias).abs() < 1e-6).all() and bias.value.nunique() > 2
-    assert set(bias.index.get_level_values('kind')) == {'start', 'assimilate', 'invoke', 'commit'}
-    played = bias.states[:, 'start']
-    assert played.sum() == 24 * 6 and max(form.values()) > .7    # famous facts have a form of their own
 
 
 def test_a_failed_look_up_falls_back_on_memory_as_often_as_it_should():
