@@ -42,6 +42,7 @@ def in_order(commands):
     return sorted(commands, key=lambda command: 'rank 0 is here' not in command.said)
 
 
+@pytest.mark.nightly                                               # by day a killed one of a run is
 def test_a_lost_rank_is_named_on_both_hosts(start, tmp_path):
     both = in_order(start_two(start, tmp_path / 'run', 'wait'))
     ranks_of(both[1].pid)[1].send_signal(signal.SIGKILL)
@@ -59,7 +60,7 @@ def test_a_traceback_is_named_on_both_hosts(start, tmp_path):
     assert 'ZeroDivisionError' in (tmp_path / 'run' / 'errors' / 'rank-1.txt').read_text()
 
 
-@pytest.mark.parametrize('which', [0, 1])
+@pytest.mark.parametrize('which', [0, pytest.param(1, marks=pytest.mark.nightly)])
 def test_a_lost_host_is_named_and_leaves_no_rank(start, tmp_path, which):
     both = in_order(start_two(start, tmp_path / 'run', 'wait'))
     ranks = [rank for command in both for rank in ranks_of(command.pid).values()]
@@ -118,7 +119,8 @@ def test_a_rank_that_does_not_come_is_named():
     assert f'waited 3 s for rank 0 at {":".join(place)}, in vain' in ask('1')
 
 
-@pytest.mark.parametrize('end, left', [('pass', True), ('raise SystemExit(0)', True), ('raise SystemExit(1)', False), ('1 / 0', False)])
+@pytest.mark.parametrize('end, left', [('pass', True), ('raise SystemExit(0)', True), ('raise SystemExit(1)', False),
+                                       ('1 / 0', False)])
 def test_a_rank_leaves_its_group_where_all_went_well(tmp_path, end, left):
     "Else the group's threads abort some of the ranks that end; one that failed could wait for the others."
     code = ('import atexit, sys\nimport torch.distributed as dist\n'
