@@ -1,6 +1,7 @@
 """A judge behind HTTP, on this machine: what it replies is a function's word."""
 import http.server
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -89,4 +90,4 @@ def pleased(prompt, attempt):
 if __name__ == '__main__':    # COMMAND …: with a judge behind it
     with Stub(pleased) as stub:
         judge = f'judge={{base_url: http://127.0.0.1:{stub.server.server_port}/v1, model: stub}}'
-        sys.exit(subprocess.call([*sys.argv[1:], judge]))
+        sys.exit(subprocess.call([*sys.argv[1:], judge], env={**os.environ, 'NO_PROXY': '127.0.0.1'}))
