@@ -314,12 +314,6 @@ def _turn_tokens(layout):
     trained, (n, k) = layout.trained, layout.turn_mask.shape
     return (layout.row_trajectory[:, None] * k + layout.token_turns)[trained].bincount(minlength=n * k).view(n, k)
 
-def _many_calls(rewards, layout, seen, o):
-    "MT-GRPO*, every call's reward compared apart from the outcome: (N, K)."
-    return mt_grpo_star(rewards['turns'], rewards['outcome'], layout.turn_mask, layout.groups, rewards['tool'],
-                        o['lambda_mid'], o['lambda_final'], o['norm'], o['literal'],
-                        _turn_tokens(layout) if o['literal'] else None, o['ddof'], o['eps'], o['least'])
-
 # %% ../nbs/1_rules/40_advantages.ipynb #p0044
 def _compare_anchors(rewards, layout, seen, o):
     "GiGPO, the outcome and the returns from equal contexts compared: (N, K)."
@@ -346,7 +340,11 @@ _TURN_RULES = (
          options={'beta': Option(0.5, 'share of the first turn', least=0, most=1), **SPREAD},
          differs='one call and an answer only; β has no published value', **_CALLS),
     Rule('calls', r'A_{i,k} = \lambda_{mid}\,\tilde r_{i,k} + \lambda_{final}\,\tilde R_i',
-         'MT-GRPO*; TIPS appendix E.5', credit=_many_calls, fits=_all_calls,
+         'MT-GRPO*; TIPS appendix E.5', fits=_all_calls,
+         credit=lambda rewards, layout, seen, o: mt_grpo_star(
+             rewards['turns'], rewards['outcome'], layout.turn_mask, layout.groups, rewards['tool'], o['lambda_mid'],
+             o['lambda_final'], o['norm'], o['literal'], _turn_tokens(layout) if o['literal'] else None, o['ddof'],
+             o['eps'], o['least']),
          options={'lambda_mid': Option(1.0, 'weight of the turn'), 'lambda_final': Option(1.0, 'weight of the outcome'),
                   'norm': Option('turn', 'what is normalised together', choices=('turn', 'pooled')),
                   'literal': Option(False, "divide by the turn's tokens as written"), **SPREAD},

@@ -41,17 +41,13 @@ VERBS = {  # verb -> module (whose main it is, unless a function is named), what
 }
 
 # %% ../nbs/machinery/89_command.ipynb #c005s5
-def _usage():
-    "What `credit-rl --help` prints: a line for each verb."
-    lines = [f'  {verb:12}{about}' for verb, (_, about) in VERBS.items()]
-    return '\n'.join(['usage: credit-rl VERB …', '', *lines, '', 'credit-rl VERB --help: what a verb takes'])
-
 def main(arguments=None):  # list of str; None: the command line's
     """Run a verb with the rest of the arguments. Returns its exit code, 130 where it was interrupted and had no word of
     its own for that, as while it is imported; ends the program on an unknown verb."""
     given = sys.argv[1:] if arguments is None else arguments
     if not given or given[0] in ('-h', '--help'):
-        print(_usage())
+        print('usage: credit-rl VERB …\n', *(f'  {verb:12}{about}' for verb, (_, about) in VERBS.items()),
+              '\ncredit-rl VERB --help: what a verb takes', sep='\n')
         return 0 if given else 2
     verb, *rest = given
     if verb not in VERBS: sys.exit(f'credit-rl: there is no verb {verb!r}{nearest(verb, VERBS)}')

@@ -759,7 +759,8 @@ def replay_evaluation(
     say, players, out = say or (lambda line: print(line, flush=True)), {}, {}
     for place in set_folders(folder):
         before, rows = read_manifest(place), read_turns(place)
-        s = from_settings(Evaluation, {**before['settings'], 'hosts.count': 1, **dotted(changes or {}, flat_options(Evaluation))})
+        s = from_settings(Evaluation, {**before['settings'], 'hosts.count': 1,
+                                       **dotted(changes or {}, flat_options(Evaluation))})
         check_evaluation(s)
         set_torch(s.torch.threads, s.torch.tf32)
         other = ('data', 'path', 'corpus', 'split', 'questions', 'run')

@@ -312,11 +312,6 @@ def _gain(layout, seen, o):
     last = torch.arange(layout.turn_mask.shape[1], device=belief.device) == layout.turn_mask.sum(1, keepdim=True) - 1
     return information_gain(belief, layout.turn_mask, o['mode']).masked_fill(last, 0.)
 
-def _accumulate(rewards, layout, seen, o):
-    "Discounted sums of normalised rewards, the outcome on the last turn: (N, K)."
-    return igpo_advantages(rewards_on_last(rewards, layout), layout.turn_mask, layout.groups, o['gamma'], o['norm'],
-                           o['ddof'], o['eps'], o['variant'], o['parts'], o['least'])
-
 # %% ../nbs/1_rules/33_information_gain.ipynb #p003
 _F1 = {'metric': 'f1', 'penalty': -1.0}
 
@@ -327,7 +322,10 @@ PARTS = (
                     'schema': SCHEMA_OPTION, 'golds': GOLDS_OPTION},
            differs='eq. 3 has one gold; of several the most probable counts, and only the first 16 are scored'),
     Rule('accumulate', r'A_{i,k} = \sum_{j \ge k}\gamma^{j-k}\operatorname{zscore}(r_{i,j})', 'IGPO eqs. 5-7',
-         credit=_accumulate, average='sequence-mean-token-mean', wants_turns=True,
+         average='sequence-mean-token-mean', wants_turns=True,
+         credit=lambda rewards, layout, seen, o: igpo_advantages(
+             rewards_on_last(rewards, layout), layout.turn_mask, layout.groups, o['gamma'], o['norm'], o['ddof'],
+             o['eps'], o['variant'], o['parts'], o['least']),
          options={'gamma': Option(1.0, 'discount of later turns', least=0, most=1),
                   'norm': Option('joint', 'what is normalised together', choices=NORMS),
                   'variant': Option('paper', 'or as the released code does it', choices=('paper', 'released')),

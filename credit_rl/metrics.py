@@ -8,13 +8,13 @@ __all__ = ['TOKENS', 'drop_punctuation', 'normalize', 'exact_match', 'search_r1_
            'gold_note', 'characters', 'score_answer', 'check_tokens', 'benchmark_metric']
 
 # %% ../nbs/2_environment/11_metrics.ipynb #c003
-import functools, math, re, string, unicodedata
+import math, re, string, unicodedata
 from collections import Counter
 from collections.abc import Iterable
 from functools import partial
 
 from .benchmarks import get_benchmark
-from .readers import BLANKLESS, is_blankless, marks, to_nfc
+from .readers import BLANKLESS, is_blankless, to_nfc, with_marks
 
 # %% ../nbs/2_environment/11_metrics.ipynb #c006
 _PUNCTUATION, _ARTICLES = string.punctuation.encode(), {'a', 'an', 'the'}
@@ -25,17 +25,14 @@ def drop_punctuation(text):
     kept = text.lower().encode('utf-8', 'surrogatepass').translate(None, _PUNCTUATION)
     return kept.decode('utf-8', 'surrogatepass')
 
-@functools.cache
-def _articles(): return re.compile(rf'\b(?:a|an|the)\b(?![{marks()}])')   # an a under a mark is another letter
-
 def normalize(text):
     """Normalise `text` as SQuAD does: lower case, no ASCII punctuation, no articles, single blanks; and marks joined to
     their letters (NFC)."""
     text = to_nfc(drop_punctuation(to_nfc(text)))
     words = [w for w in text.split() if w not in _ARTICLES]
     if all(map(str.isalnum, words)): return ' '.join(words)
-    # beside other signs an article may be a part of what blanks part: “the
-    article = _ARTICLE if text.isascii() else _articles()
+    # beside other signs an article may be a part of what blanks part: “the; an a under a mark is another letter
+    article = _ARTICLE if text.isascii() else with_marks(r'\b(?:a|an|the)\b(?![MARKS])')
     return ' '.join(' '.join(w if w.isalnum() else article.sub(' ', w) for w in words).split())
 
 # %% ../nbs/2_environment/11_metrics.ipynb #c011
@@ -287,16 +284,13 @@ def gold_note(
 # %% ../nbs/2_environment/11_metrics.ipynb #t11b
 TOKENS = ('words', 'characters')
 
-@functools.cache
-def _letter(): return re.compile(rf'[{BLANKLESS}][{marks()}]*')
-
 def characters(text):
     "A text in which each letter of a script without blanks is a word, without punctuation that is not ASCII: str."
     text = re.sub(r'(?<=\d)[，．](?=\d)', lambda m: {'，': ',', '．': '.'}[m[0]], text)          # of numbers
     sign = lambda c: not c.isascii() and unicodedata.category(c)[0] == 'P' and c not in '％－'
     plain = re.sub('[\uff01-\uffef]+', lambda m: unicodedata.normalize('NFKC', m[0]),
                    ''.join(' ' if sign(c) else c for c in text))
-    return ' '.join(_letter().sub(r' \g<0> ', plain).split())
+    return ' '.join(with_marks(f'[{BLANKLESS}][MARKS]*').sub(r' \g<0> ', plain).split())
 
 def score_answer(
     metric,    # function (prediction, golds) → float

@@ -218,8 +218,8 @@ def _prepare(c, say, ranks):
         try: data = {part: _collect(c, part, stage, metric, player, log.folder, say)
                      for part in ('train', 'dev')[c.collected == 'cold':]}
         finally: engine.close()
-        _learn(c, origin, stage, data.get('train'), Examination(data['dev'], stage.environments['dev'], metric, c.row_tokens),
-               log, times, say)
+        exam = Examination(data['dev'], stage.environments['dev'], metric, c.row_tokens)
+        _learn(c, origin, stage, data.get('train'), exam, log, times, say)
         return log.folder
 
 def _collect(c, part, stage, metric, player, folder, say):
@@ -254,7 +254,8 @@ def _learn(c, origin, stage, data, exam, log, times, say):
     critic = start_critic({**method.critic, 'kind': 'shared', 'mix': 1.}, stage.model, c.seed)
     if c.learner.checkpointing: stage.model.gradient_checkpointing_enable({'use_reentrant': False})
     frozen = FrozenModels(load_model(origin.base, origin.dtype)[0], offload=tuple(c.learner.offload))
-    learner = critic_learner(stage.model, critic.head, how, frozen, c.temperature, c.learner.backend(c.dtype), critic.at)
+    learner = critic_learner(stage.model, critic.head, how, frozen, c.temperature, c.learner.backend(c.dtype),
+                             critic.at)
     states = lambda pairs: [{'text': chat.tokenizer.decode(ids), 'outcome': outcome} for ids, outcome in pairs]
     with keeping_bad(log, lambda e: {'step': e.step, 'states': states(e.pairs)}, 'warm-up, '):
         history = _teach(learner, how, data, exam, log, times, say, c.checkpoints.keep)

@@ -8,7 +8,7 @@ __all__ = ['Retriever', 'corpus_hash', 'words', 'takes_bigrams', 'document', 'co
            'build_index']
 
 # %% ../nbs/2_environment/12_retrieval.ipynb #c003
-import functools, hashlib, itertools, json, math, mmap, operator, os, re, runpy, shutil, sys, tempfile, warnings
+import hashlib, itertools, json, math, mmap, operator, os, re, runpy, shutil, sys, tempfile, warnings
 from array import array
 from collections import Counter
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ from typing import Protocol, runtime_checkable
 
 import numpy as np
 
-from .readers import BLANKLESS, Passage, is_blankless, marks, to_nfc
+from .readers import BLANKLESS, Passage, is_blankless, to_nfc, with_marks
 from .runlog import read_json
 
 # %% ../nbs/2_environment/12_retrieval.ipynb #c005
@@ -41,9 +41,6 @@ def corpus_hash(passages):
     return digest.hexdigest()
 
 # %% ../nbs/2_environment/12_retrieval.ipynb #c011
-@functools.cache
-def _word(): return re.compile(rf'\w[\w{marks()}\u200c\u200d]*')         # with what joins letters or keeps them apart
-
 _RUN = re.compile(f'([{BLANKLESS}]+)|[^{BLANKLESS}]+')
 
 def words(
@@ -52,7 +49,8 @@ def words(
 ):
     "Split `text` into lower-cased runs of letters, with their marks (NFC), digits and underscores: list of str."
     if text.isascii(): return re.findall(r'\w+', text.lower())
-    found = _word().findall(to_nfc(text.lower()))
+    # with what joins letters or keeps them apart
+    found = with_marks(r'\w[\wMARKS\u200c\u200d]*').findall(to_nfc(text.lower()))
     if not bigrams: return found
     pairs = lambda run: [run[i:i + 2] for i in range(max(1, len(run) - 1))]
     return [piece for word in found for m in _RUN.finditer(word) for piece in (pairs(m[1]) if m[1] else [m[0]])]

@@ -696,7 +696,7 @@ def start_run(
     examiner=Examiner(),
     hold=hold_run,  # as for `on_ranks`
 ):
-    "Do a run on its ranks, or with `dry_run` examine it. Returns its folder. Bad settings are refused before any compute."
+    "Do a run on its ranks, or with `dry_run` examine it. Returns its folder. Refuses bad settings before any compute."
     if c.dry_run: return examine(c, say, examiner)
     examiner.check(c)
     if not ((done := over(c)) or is_rank()):

@@ -186,7 +186,7 @@ def _tune(c, how, say, ranks):
         if found := ranks.once(lambda: latest_checkpoint(log.folder)):
             kept, memory = read_groups(found[1]/'kept.jsonl.gz')
         else:
-            metric = bound_method(dataclasses.replace(c, method='grpo')).metric
+            metric = bound_method(dataclasses.replace(c, method='grpo', options={})).metric
             kept, played = _examples(actor, metric, times, how)
             tested = actor.evaluate('test')
             memory = {'played': played, 'base': summarize(tested), 'base_right': right_marks(tested, c.right or 1.),

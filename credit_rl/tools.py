@@ -13,7 +13,7 @@ import signal, sys, threading, time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 
-from .readers import marks
+from .readers import with_marks
 from .trajectory import Result
 
 # %% ../nbs/2_environment/13_tools.ipynb #c005
@@ -109,12 +109,10 @@ def cut(
     ends = [m.end() for m in words]
     fits = last(ends)
     if fits < len(words) and count(words[fits][0]) > max_tokens:
-        inside = [m.end() for m in _character().finditer(text, words[fits].start(), ends[fits])]
+        letters = with_marks(r'\S[MARKS\u200c\u200d]*')              # a letter with its marks is never parted
+        inside = [m.end() for m in letters.finditer(text, words[fits].start(), ends[fits])]
         if n := last(inside): return text[:inside[n - 1]]
     return text[:ends[fits - 1]] if fits else ''
-
-@functools.cache
-def _character(): return re.compile(rf'\S[{marks()}\u200c\u200d]*')    # a letter with its marks is never parted
 
 # %% ../nbs/2_environment/13_tools.ipynb #c013
 def _error(problem):

@@ -531,8 +531,8 @@ def _each_step(
     return EachStep()
 
 # %% ../nbs/7_elsewhere/82_trl_trainer.ipynb #c027x3
-_UNREAD = {*flat_options(Keeping), 'act_rows', 'row_tokens', 'tree', 'recompute', 'draw_version', 'teacher.model', 'teacher.every',
-           *(name for name in flat_options(Learning) if name.startswith('critic.'))} - {'eval_every'}
+_UNREAD = {*flat_options(Keeping), 'act_rows', 'row_tokens', 'tree', 'recompute', 'draw_version', 'teacher.model',
+           'teacher.every', *(name for name in flat_options(Learning) if name.startswith('critic.'))} - {'eval_every'}
 
 def trl_run(
     config,     # Config, or a dict of its settings

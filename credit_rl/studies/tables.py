@@ -717,14 +717,13 @@ def _tier_figure(rows):
     return fig
 
 def _explained_table(rows):
-    """Explained variance of the outcome by the critic's values on held-out rollouts, by step (CARL table 13): a pandas
-    DataFrame, a column for each label, at every fiftieth step, or ten of a run that is shorter."""
+    """Explained variance of the outcome by the critic's values on held-out rollouts, at eleven steps at most (CARL table
+    13): a pandas DataFrame, a column for each label."""
     import pandas as pd
     of = lambda row: _load_logged(row, ['gate_explained']).set_index('step').gate_explained
     table = pd.DataFrame({label: pd.concat(map(of, own), axis=1).mean(axis=1)
                           for label, own in _by_label(rows).items()}).sort_index()
-    if table.index.max() >= 100: return table[table.index % 50 == 0]
-    return table.iloc[np.unique(np.linspace(0, len(table) - 1, min(10, len(table))).round().astype(int))]
+    return table.iloc[np.unique(np.linspace(0, len(table) - 1, min(11, len(table))).round().astype(int))]
 
 # %% ../../nbs/papers/85_tables.ipynb #u052
 DRAWINGS = {f.__name__.removeprefix("_"): f for f in (
@@ -783,7 +782,7 @@ def _reproduce(entry, given, over):
     entry = replace(entry, rows={n: row for n, row in entry.rows.items() if n in (given.rows or entry.rows)})
     rows = plan_entry(entry, given.runs, given.small, over) if entry.draw else []
     if given.small and 'judge' not in over and any(w.judged for w in all_works(rows)):
-        print(f'== {entry.paper}, {entry.name}: it asks a judge, and none is given: judge={{base_url: …, model: NAME}}\n')
+        print(f'== {entry.paper}, {entry.name} asks a judge, and none is given: judge={{base_url: …, model: NAME}}\n')
         return True
     if given.run:
         failed = make_works(all_works(rows), here=given.small)
