@@ -1,5 +1,6 @@
 """The papers' tables and figures: none is missing, each command that an entry plans is one, folders of another lineage
 are refused, and what is drawn is what the paper means, from made-up folders and from small runs."""
+import importlib
 import json
 import os
 import re
@@ -17,7 +18,7 @@ from credit_rl.potentials import scoring_flops
 from credit_rl.runlog import RunLog
 from credit_rl.step_metrics import credit_metrics
 from credit_rl.studies import papers, tables
-from credit_rl.studies.papers import (PAPERS, RunRow, all_works, entries, find_entry, make_works, paper_numbers,
+from credit_rl.studies.papers import (PAPERS, RunRow, all_works, entries, equations, find_entry, make_works, paper_numbers,
                                       paper_sentences, papers_folder, plan_entry, plan_lines, plan_table, price,
                                       read_paper, report, reported_table)
 from credit_rl.studies.tables import DRAWINGS, draw_rows, score_table
@@ -51,6 +52,11 @@ def test_no_table_and_no_figure_is_missing():
         assert named | pools | warm - {None} == {*spec['runs']}          # each run that is specified is one of an entry
     assert {e.draw for p in PAPERS for e in entries(p)} - {''} == {*DRAWINGS}
     assert all(bool(e.draw) == bool(e.rows) for p in PAPERS for e in entries(p))
+    for paper in PAPERS:
+        found = equations(paper)
+        assert found.number.tolist() == [*range(1, len(found) + 1)]
+        for module, name in {tuple(f.split('.')) for f in found.function if f}:
+            assert name in importlib.import_module(f'credit_rl.{module}').__all__
 
 
 @pytest.mark.skipif('CREDIT_RL_PAPERS' not in os.environ, reason='CREDIT_RL_PAPERS is not set')
