@@ -4,14 +4,15 @@
 
 # %% auto #0
 __all__ = ['NEAR', 'measure', 'by_set', 'summarize', 'score', 'evaluate', 'bootstrap_interval', 'EvaluationChoice', 'Evaluation',
-           'set_names', 'check_evaluation', 'question_key', 'dev_keys', 'train_keys', 'note_seen', 'seen_lines',
-           'open_set', 'manifest_differences', 'question_row', 'set_scores', 'read_manifest', 'read_scores',
-           'right_rows', 'run_evaluation', 'ReplayResult', 'set_folders', 'replay_evaluation', 'compare_rows',
-           'evaluation_table', 'evaluation_figure', 'main', 'pool_main', 'ask_typed']
+           'count_asked', 'set_names', 'check_evaluation', 'question_key', 'dev_keys', 'train_keys', 'note_seen',
+           'seen_lines', 'open_set', 'manifest_differences', 'question_row', 'set_scores', 'read_manifest',
+           'read_scores', 'right_rows', 'run_evaluation', 'ReplayResult', 'set_folders', 'replay_evaluation',
+           'compare_rows', 'evaluation_table', 'evaluation_figure', 'main', 'pool_main', 'ask_typed']
 
 # %% ../nbs/3_acting/27_evaluate.ipynb #c002
 import contextlib, dataclasses, functools, importlib.metadata, itertools, json, math, platform, re, shutil, sys, time, warnings
 from dataclasses import dataclass
+from numbers import Real
 from pathlib import Path
 import numpy as np, torch
 from .benchmarks import BENCHMARKS, get_benchmark
@@ -144,7 +145,7 @@ class EvaluationChoice(SettingsGroup):
 class Evaluation(RunFolder, Processes, EngineChoice, Decoding, Conversation, Policy, EvaluationChoice, Source):
     "Everything that determines an evaluation."
     data: object = setting('hotpotqa', 'what is evaluated, see Source')
-    questions: int = setting(None, 'of each set, drawn by the seed; None: all', least=1)
+    questions: Real = setting(None, 'of each set, drawn by the seed: so many, or below 1 a share; None: all')
     model: str = setting(None, 'a Hugging Face folder, or a name on the hub')
     run: str = setting('runs/evaluate', 'folder of the evaluation')
 
@@ -152,6 +153,16 @@ class Evaluation(RunFolder, Processes, EngineChoice, Decoding, Conversation, Pol
     def sampling(self): return dataclasses.replace(super().sampling, top_p=self.top_p, top_k=self.top_k, greedy=self.greedy)
 
 # %% ../nbs/3_acting/27_evaluate.ipynb #c023
+def count_asked(
+    questions,  # of a set: so many, a share below 1, None: all
+    known,      # so many it has
+):
+    "How many questions of a set are asked: int. Raises ValueError."
+    if questions is None: return known
+    if type(questions) is int and questions >= 1: return min(questions, known)
+    if type(questions) is float and 0 < questions < 1: return max(1, round(questions * known))
+    raise ValueError(f'questions is how many of each set, at least 1, or a share of it below 1, got {questions!r}')
+
 def set_names(data):
     """List the data sets meant: a list, names with commas or +, a paper of MIXTURES (the sets it reports), or 'all'.
     Raises ValueError."""
@@ -179,6 +190,7 @@ def check_evaluation(settings):  # Evaluation
     """Refuse settings that cannot work. Raises ValueError or FileNotFoundError with what was got, what is wanted, and
     how to mend it."""
     s = settings
+    count_asked(s.questions, 1)
     if s.baseline is not None and s.baseline not in BASELINES:
         raise ValueError(f'there is no baseline {s.baseline!r}{nearest(s.baseline, BASELINES)}')
     if s.baseline is not None and s.protocol is not None:
@@ -279,7 +291,7 @@ def open_set(
     if not kept:
         raise ValueError(f'{name}: all {len(pool)} questions are left out by leave_out={s.leave_out}, so none is '
                          'left to ask: take another split')
-    asked = subsample(kept, s.questions, s.seed) if s.questions else kept
+    asked = subsample(kept, count_asked(s.questions, len(kept)), s.seed) if s.questions else kept
     taught = train_keys(s.model)
     dev = {'dev_left_out': len(pool) - len(kept), 'dev_inside': _note_inside(name, asked, s.model),
            'train_inside': sum(question_key(q) in taught for q in asked)}

@@ -18,7 +18,7 @@ import yaml
 from ..dry_run import kept_bytes
 from ..environment import as_played
 from ..estimate import Load, TrainingPlan, likely_load, memory, read_sizes, step_seconds
-from ..evaluate import Evaluation, check_evaluation, read_manifest, read_scores, set_names
+from ..evaluate import Evaluation, check_evaluation, count_asked, read_manifest, read_scores, set_names
 from ..jobs import Job, last_words, run_jobs
 from ..options import dotted, flat, options_in
 from ..parameters import by_group, from_settings, make_parser, read_settings
@@ -443,7 +443,7 @@ def price(work):
             seconds = of(played)['acting'] + updates * (of(each)['learning'] + of(each)['updating'])
         return seconds * plan.ranks / 3600, kept_bytes(memory(sizes, plan), min(c.checkpoints.keep, saves))[2]
     known = _TRAINING if c.split == 'train' else _QUESTIONS
-    asked = c.tries * sum(min(c.questions or math.inf, known.get(n, 500)) for n in set_names(c.data))
+    asked = c.tries * sum(count_asked(c.questions, known.get(n, 500)) for n in set_names(c.data))
     # a pool's answers are a turn each
     plan, most = TrainingPlan(ranks=c.ranks, width=2, gpu=True), (c.max_tokens if c.tries == 1 else c.turn_tokens) // 2
     hours = step_seconds(sizes, plan, Load(asked * most, most), 120)['acting'] * c.ranks / 3600
