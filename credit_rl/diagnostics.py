@@ -271,14 +271,23 @@ def hop_table(
     return table.set_axis(['EM', 'n'], axis=1)
 
 # %% ../nbs/6_looking/70_diagnostics.ipynb #c054
+def _bearing_words(texts, question):  # what a tool returned, field by field
+    "Words of sentences that hold a gold or stand on a supporting page, and of a printed value: set."
+    pages = [normalize(title) for title, _ in question.meta.get('supporting_facts', ())]
+    found = []
+    for text in texts:
+        if any(normalize(text).startswith(page) for page in pages) or not re.search('[A-Za-z]{2}', text): found.append(text)
+        found += [x for x in re.split(r'(?<=[.!?])\s+|\n', text) if first_occurrence([x], question.answers) is not None]
+    return set(normalize(' '.join(found)).split())
+
 def assimilation(trajectories, protocol):
     "Precision of the contexts and their mean length in tokens (CARL table 14): dict, NaN where no context was written."
     shares, lengths = [], []
     for t in trajectories:
         meta = t.question.meta
-        texts = (*t.question.answers, *meta.get('chain', ()), *meta.get('relations', ()))
-        words = {w for text in texts for w in normalize(text).split()}
+        words = set(normalize(' '.join((*t.question.answers, *meta.get('chain', ()), *meta.get('relations', ())))).split())
         for turn in t.turns:
+            if 'chain' not in meta: words |= _bearing_words(returned_texts(turn), t.question)
             if turn.kind != 'assimilate': continue
             note = normalize(read_context(protocol, turn.action_text)[0]).split()
             lengths.append(len(turn.action_ids))
