@@ -7,6 +7,7 @@ import sys
 import time
 
 import pytest
+import torch
 from fake_vllm import FakeServer
 from test_vllm_engine_sync import runs
 

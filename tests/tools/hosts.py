@@ -12,7 +12,7 @@ if __name__ == '__main__':
     folder, endpoint, what, *data = sys.argv[1:]
     result = Path(folder) / 'summary.json'
     if not is_rank():
-        where = (2, None, 2, endpoint)
+        where = (2, 2, endpoint)
         launch(launch_command('tests.tools.hosts', sys.argv[1:], *where, folder), folder, result, hosts=2,
                environment=rank_environment(*where))
         print('all is well', flush=True)
