@@ -9,7 +9,7 @@ __all__ = ['Agent', 'open_agent', 'examine_base', 'examine_agent', 'examine_run'
            'opposite_signs', 'main']
 
 # %% ../../nbs/experiments/75_competence.ipynb #c002
-import contextlib, dataclasses, json, math, os, sys
+import contextlib, dataclasses, json, math, os, random, sys
 from dataclasses import dataclass, fields
 from pathlib import Path
 import torch, yaml
@@ -174,14 +174,19 @@ def examine_base(agent, tries=5, progress=None, pool=None):  # folder of a pool,
                        'notes': assimilation([g.trajectories[0] for g in played], a.env.chat.protocol)})
 
 # %% ../../nbs/experiments/75_competence.ipynb #c010
-def examine_agent(agent, tries=5, progress=None, base=None):
+def examine_agent(
+    agent,
+    tries=5,
+    progress=None,
+    base=None,    # what `examine_base` found, if it was asked before
+    most=None,    # of the known questions that are asked with broken tools; None: all
+):
     """Put CARL's questions to an agent (tables 3, 6, 11, 12, 14-16, 18, 19): dict of JSON values, None where there was
-    nothing to measure. `base`: what `examine_base` found, if it was asked before. The table above says what is in
-    it; right is by the run's own metric throughout."""
+    nothing to measure. The table above says what is in it; right is by the run's own metric throughout."""
     step = progress or (lambda line: None)
     base = base or examine_base(agent, tries, progress)
     a, metric, tier = agent, agent.metric, base['tier']
-    known = [q for q, t in zip(a.questions, tier) if t == 2]
+    known = [q for q, t in zip(a.questions, tier) if t == 2][:most]
     step('play, greedy')
     groups = a.play(a.engine, a.env, a.greedy)
     step('play, sampled')
@@ -201,6 +206,18 @@ def examine_agent(agent, tries=5, progress=None, base=None):
         'critic': _examine_critic(a, torch.tensor(tier), chosen, step) if a.critic else None})
 
 # %% ../../nbs/experiments/75_competence.ipynb #c011
+def _draw_notes(played, values, seed):  # list of N rollouts; (N or more, S) the critic's value at each segment's start
+    """One note of each rollout that wrote one before its last segment, drawn (CARL appendix I): list of ('kept' or
+    'lost' of a gold that had been shown, else 'failed'; change of V across it)."""
+    draw, found = random.Random(seed), []
+    for t, value in zip(played, values.tolist()):
+        notes = [k for k in range(1, len(t.turns) - 1) if t.turns[k].kind == 'assimilate']
+        if not notes: continue
+        k = draw.choice(notes)
+        case = {True: 'kept', False: 'lost', None: 'failed'}[dict(gold_shown(t)).get(k)]
+        found.append((case, round(value[k + 1] - value[k], 6)))
+    return found
+
 def _examine_critic(agent, tier, chosen, step):
     "What a critic says of the sampled rollouts, and of as many with a forced call."
     a = agent
@@ -219,6 +236,7 @@ def _examine_critic(agent, tier, chosen, step):
             'explained_variance': explained_variance(values[exam.turn_mask], exam.pairs.returns),
             'value': {1: report['value_tier_1'], 2: report['value_tier_2']},
             'signs': report['signs'].to_dict('index'),
+            'notes': _draw_notes([g.trajectories[0] for g in chosen], values, seed_of('competence, notes', a.seed)),
             'chances': [round(x, 4) for x in chances.tolist()], 'outcomes': outcomes.tolist()}
 
 # %% ../../nbs/experiments/75_competence.ipynb #c015
@@ -280,6 +298,8 @@ def examine_run(
     return found
 
 # %% ../../nbs/experiments/75_competence.ipynb #fl752
+_BROKEN = 100  # of the known questions of a set, with broken tools
+
 def examine_sets(
     run,                # folder of a finished run
     asked,              # dict of settings of Source, and split: data, path, corpus, questions (500 of each set) …
@@ -287,9 +307,11 @@ def examine_sets(
     checkpoint='best',  # or 'newest'
     host=None,          # as for open_agent; and prompt_tokens, max_tokens, where a set's questions are long
     ranks=Ranks(),      # as for open_agent; the first one writes
+    pool=None,          # as for examine_run
 ):
     """Put the same questions as `examine_run` to a run on other sets, each by itself (CARL tables 12, 14, 16): dict
-    set → what `examine_agent` gives, with `step`. Raises ValueError on a set that cannot be asked."""
+    set → what `examine_agent` gives, with `step`. A set is written when it is done, and one that was asked the same
+    questions at this step is read. Raises ValueError on a set that cannot be asked."""
     run, say, config = Path(run), say or (lambda line: print(line, flush=True)), _config_of(run, host)
     how = {name: getattr(config, name) for name in options_in(Conversation)}
     choice = from_settings(Evaluation, {**how, 'seed': config.seed, 'questions': 500, **asked})
@@ -297,19 +319,26 @@ def examine_sets(
     agent, step = open_agent(run, checkpoint, host, ranks)
     try:
         for name in names:
-            (questions, _), (search, *_) = open_set(choice, name, opened)
+            (questions, about), (search, *_) = open_set(choice, name, opened)
+            mark = {'step': step, 'asked': about['asked_hash']}
+            before = ranks.once(lambda: (read_summary(run) or {}).get('competence_sets', {}).get(name, {}))
+            if mark.items() <= before.items():
+                found[name] = before
+                continue
             env = make_environment(agent.env.chat.tokenizer, search, choice)
             check_prompts(env, questions)
             of_name = dataclasses.replace(config, data=name, path=None, world={}, regime=None)
             metric = bound_method(of_name, env.chat).metric
             part = dataclasses.replace(agent, questions=questions, env=env, metric=metric)
             of_set = lambda line, name=name: say(f'{run.name}, {name}: {line}')
-            found[name] = plain_json({**examine_agent(part, progress=of_set), 'step': step})
+            base = examine_base(part, progress=of_set, pool=pool)
+            found[name] = plain_json({**examine_agent(part, progress=of_set, base=base, most=_BROKEN), **mark})
+            if ranks.first:
+                summary = read_summary(run)
+                write_json(run/'summary.json', {**summary, 'competence_sets': {
+                    **summary.get('competence_sets', {}), name: found[name]}})
+            ranks.wait()
     finally: agent.stop()
-    summary = read_summary(run)
-    if ranks.first: write_json(run/'summary.json', {**summary, 'competence_sets': {
-        **summary.get('competence_sets', {}), **found}})
-    ranks.wait()
     return found
 
 # %% ../../nbs/experiments/75_competence.ipynb #c018
@@ -646,7 +675,7 @@ def _examine_here(runs, checkpoint, host, asked, pool=None):
         for run in runs:
             if not asked: say(_line(run, examine_run(run, say, checkpoint, bases, host, ranks, pool)))
             else:
-                for name, found in examine_sets(run, asked, say, checkpoint, host, ranks).items():
+                for name, found in examine_sets(run, asked, say, checkpoint, host, ranks, pool).items():
                     say(_line(f'{run}, {name}', found))
 
 # %% ../../nbs/experiments/75_competence.ipynb #k7506
@@ -667,7 +696,6 @@ def main(arguments=None):
         host = {name: yaml.safe_load(v) for name, _, v in (w.partition('=') for w in given.runs if w not in places)}
         asked = {name: host.pop(name) for name in [*host] if name in (*options_in(Source), 'split')}
         pool = {'pool': host.pop('pool')} if 'pool' in host else {}
-        if pool and asked: raise ValueError('a pool is of the questions of a run: give pool, or data, not both')
         runs, groups = [r for w in places for r in find_runs(w) if not is_warmup(r)], {}
         if not runs: raise ValueError(f'wanted the folder of a run, got {" ".join(given.runs)}')
         for run in runs:

@@ -16,7 +16,7 @@ from importlib.resources import files
 from pathlib import Path
 import yaml
 from ..dry_run import kept_bytes
-from ..environment import as_played
+from ..environment import Source, as_played
 from ..estimate import Load, TrainingPlan, likely_load, memory, read_sizes, step_seconds
 from ..evaluate import Evaluation, check_evaluation, count_asked, read_manifest, read_scores, set_names
 from ..jobs import Job, last_words, run_jobs
@@ -139,7 +139,10 @@ class Work(Job):
     @property
     def done(self):
         if self.method == 'export': return (self.folder/'model'/'credit_rl.json').exists()
-        if self.method == 'competence': return 'competence' in (read_summary(self.after[0].folder) or {})
+        if self.method == 'competence':
+            found = read_summary(self.after[0].folder) or {}
+            if 'data' not in self.settings: return 'competence' in found
+            return {*set_names(self.settings['data'])} <= found.get('competence_sets', {}).keys()
         if self.method == 'longform': return any(self.folder.glob('*/judged.json'))
         return super().done
 
@@ -367,9 +370,14 @@ class _Planner:
         verb = next(v for v in ('evaluate', 'longform', 'competence') if v in own)
         file = own.pop(verb)
         if verb == 'competence':
-            host = {n: v for n, v in self.trained.items() if n in ('engine', 'ranks', 'act_rows')}
-            host |= {'pool': w.settings['pool'] for w in made.after if 'pool' in w.settings}
-            return [Work(verb, made.seed, made.folder.with_name(f'{made.folder.name}@examined'), host, None, (made,))]
+            asked = {n: v for n, v in self.trained.items() if n in ('engine', 'ranks', 'act_rows')}
+            asked |= {'pool': w.settings['pool'] for w in made.after if 'pool' in w.settings}
+            if not self.small:         # a tiny run is asked its own test questions
+                whole = dotted(yaml.safe_load(settings_file(file).read_text(encoding='utf-8')))
+                places = {n: v for n, v in self.trained.items() if n in _FREE}
+                asked |= {n: v for n, v in {**whole, **places, **self.tested}.items()
+                          if n in (*options_in(Source), 'split', 'prompt_tokens', 'max_tokens') and v is not None}
+            return [Work(verb, made.seed, made.folder.with_name(f'{made.folder.name}@examined'), asked, None, (made,))]
         if verb == 'longform' and not self.small and Path(self.trained.get('path', '.')).is_file():
             raise ValueError(f'path is the file {self.trained["path"]}, so a run would be judged on what it was trained '
                              'on: give a folder with a file for each split, train and test')
@@ -426,10 +434,10 @@ _TRAINING = {'hotpotqa': 90447, '2wikimultihopqa': 167454, 'gsm8k': 7473}   # bo
 
 def price(work):
     "GPU-hours and bytes on disk of a work: (float, float), NaN where the sizes of its model are not here."
-    if work.method == 'competence': return math.nan, 0.
+    if work.method == 'competence' and 'data' not in work.settings: return math.nan, 0.      # a tiny run's own questions
     try: sizes = read_sizes(work.source.config.model)
     except (OSError, ImportError, ValueError): return math.nan, math.nan   # a name on the hub, and no network
-    c = (work.source if work.method == 'export' else work).config
+    c = (work.source if work.method in _LOGS else work).config
     if work.method == 'export': return 0., sizes.parameters * (4 if c.dtype == 'float32' else 2)
     if work.method in _MAKES:
         c = dataclasses.replace(c, critic=dataclasses.replace(c.critic, warmed=None))          # it may not be there yet
@@ -442,11 +450,16 @@ def price(work):
             of = lambda n: took(Load(n * c.max_tokens // 2, c.max_tokens // 2))
             seconds = of(played)['acting'] + updates * (of(each)['learning'] + of(each)['updating'])
         return seconds * plan.ranks / 3600, kept_bytes(memory(sizes, plan), min(c.checkpoints.keep, saves))[2]
+    plan = TrainingPlan(ranks=c.ranks, width=2, gpu=True)
+    hours = lambda asked, most: step_seconds(sizes, plan, Load(asked * most, most), 120)['acting'] * c.ranks / 3600
+    if work.method == 'competence':
+        own = {'max_tokens': c.max_tokens, 'questions': 500} | work.settings
+        each = lambda n: 6 * n + 5 * min(n, 100)        # by the base, the model, and with broken tools
+        return hours(sum(each(own['questions']) for _ in set_names(own['data'])), own['max_tokens'] // 2), 0.
     known = _TRAINING if c.split == 'train' else _QUESTIONS
     asked = c.tries * sum(count_asked(c.questions, known.get(n, 500)) for n in set_names(c.data))
     # a pool's answers are a turn each
-    plan, most = TrainingPlan(ranks=c.ranks, width=2, gpu=True), (c.max_tokens if c.tries == 1 else c.turn_tokens) // 2
-    hours = step_seconds(sizes, plan, Load(asked * most, most), 120)['acting'] * c.ranks / 3600
+    hours = hours(asked, (c.max_tokens if c.tries == 1 else c.turn_tokens) // 2)
     return hours, (3e4 if c.tries == 1 else 200.) * asked
 
 def plan_table(works):  # list of Work

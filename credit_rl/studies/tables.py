@@ -28,7 +28,6 @@ from ..runlog import METRICS, read_json, read_params, read_summary, read_turns
 from ..setup import base_folder
 from ..significance import mean_interval
 from ..step_metrics import known_tiers
-from .competence import critics_table, play_table, resilience_table
 from .longform import VERDICTS
 from .papers import (PAPERS, all_works, entries, find_entry, make_works, plan_entry, plan_lines, report,
                                       settings_file)
@@ -610,34 +609,60 @@ def _asking_rates(
                 'questions, tier 1': len(found[1]), 'questions, tier 2': len(found[2])}
     return _means([row for own in labels.values() for row in own], of)
 
-def _examined_runs(rows):
-    "Runs that were examined: list of Path. Raises ValueError where one was not."
-    for row in rows:
-        if 'competence' not in (read_summary(row.run) or {}): raise ValueError(f'{row.run} was not examined')
-    return list(dict.fromkeys(row.run for row in rows))
+def _examined(row, sets=None):  # names of the sets that count; None: all
+    """What was found of a run by set: dict set → dict, see `examine_agent`; of a tiny run that of its own test questions.
+    Raises ValueError where it was not examined."""
+    summary = read_summary(row.run) or {}
+    own = {'own': summary['competence']} if 'competence' in summary else {}
+    found = {n: x for n, x in summary.get('competence_sets', {}).items() if sets is None or n in sets} or own
+    if not found: raise ValueError(f'{row.run} was not examined' + f' on {", ".join(sets or ())}' * bool(sets))
+    return found
 
-def _each_label(table, rows):
-    import pandas as pd
-    return pd.concat({label: table(_examined_runs(own)) for label, own in _by_label(rows).items()}, names=['run'])
+def _pooled(pairs):  # of (mean, number that it is of)
+    known = [(x, n) for x, n in pairs if n and x is not None and x == x]
+    return sum(x * n for x, n in known) / sum(n for _, n in known) if known else math.nan
 
-def _broken_table(rows):
-    "Exact match on what is known, with a tool that fails (CARL table 16): a pandas DataFrame, see `resilience_table`."
-    return _each_label(resilience_table, rows)
+def _broken_table(
+    rows,
+    sets=None,    # names of the sets that count; None: all
+):
+    """Share right of what is known by a forced call, by what becomes of its output, and without tools, after and before
+    training (CARL table 16): a pandas DataFrame, means over the seeds of each label."""
+    def of(row):
+        found = [x for x in _examined(row, sets).values() if x['broken']]
+        each = {n: _pooled((x['broken'][n], x['tiers']['2']) for x in found) for n in found[0]['broken']} if found else {}
+        return {**each, 'no tool, base': _pooled((x['known_before'], x['tiers']['2']) for x in found)}
+    return _means(rows, of)
 
 def _mechanism_table(rows):
-    "What critics tell apart and what notes keep, before and after (CARL table 14): a pandas DataFrame."
-    alone = lambda runs: resilience_table(runs).filter(items=['no tool, all, base'])
-    table = _each_label(lambda runs: play_table(runs).join(critics_table(runs), how='left').join(alone(runs)), rows)
-    known = {'V, known', 'V, not known'} <= {*table}
-    return table.assign(**{'V apart': table['V, known'] - table['V, not known']} if known else {})
+    """What critics tell apart and what notes keep, before and after (CARL table 14): a pandas DataFrame, means over the
+    seeds of each label; of what is right without tools the mean of the sets, of all else that of the questions."""
+    def of(row):
+        found = [*_examined(row).values()]
+        base = [_pooled((p['EM'], p['n']) for p in x['base']['no tools'].values()) for x in found]
+        value = lambda t: _pooled((x['critic']['value'][t], x['tiers'][t]) for x in found if x['critic'])
+        notes = {f'note {name}{when}': _pooled((x[name], x['contexts']) for x in kept) for name in ('precision', 'tokens')
+                 for when, kept in ((', base', [x['base']['notes'] for x in found]), ('', [x['notes'] for x in found]))}
+        return {'no tool, all, base': sum(base) / len(base), 'V, not known': value('1'), 'V, known': value('2'),
+                'V apart': value('2') - value('1'), **notes}
+    return _means(rows, of)
 
-def _sign_rates(rows):
-    """How often the critic rose where a note kept a gold, and fell where it lost one (CARL table 12): a pandas
-    DataFrame, a row for each label and case. Raises ValueError on runs without a critic."""
-    found = [(row.label, read_summary(run)['competence']['critic']) for row, run in zip(rows, _examined_runs(rows))]
-    if not any(critic for _, critic in found): raise ValueError('none of these runs has a critic')
-    table = _averages([(f'{label}, {case}', {'n': float(x['n']), 'did': float(x['did'])})
-                       for label, critic in found if critic for case, x in critic['signs'].items()])
+def _sign_rates(
+    rows,
+    notes=None,   # dict set → so many of its notes; None: all
+):
+    """How often the critic rose where a note kept a gold that was shown, and fell where it lost it, one note of a rollout
+    (CARL table 12): a pandas DataFrame, a row for each label and case. Raises ValueError on runs without a critic."""
+    lines = []
+    for row in rows:
+        drawn = [note for name, x in _examined(row, notes).items() if x['critic']
+                 for note in x['critic']['notes'][:(notes or {}).get(name)]]
+        for case, sign in (('kept', 1), ('lost', -1), ('failed', math.nan)):
+            right = [change * sign > 0 for name, change in drawn if name == case]
+            lines.append((f'{row.label}, {case}', {'n': float(len(right)), 'did': sum(right) if sign == sign else math.nan}))
+    if not any(x['critic'] for row in rows for x in _examined(row, notes).values()):
+        raise ValueError('none of these runs has a critic')
+    table = _averages(lines)
     return table.assign(rate=table.did / table.n.where(table.n > 0))
 
 def _bin_chances(chances, outcomes):

@@ -108,6 +108,8 @@ def test_a_run_is_asked_the_questions_of_other_sets_each_by_itself(run):
     found = examine_sets(run, asked, lambda line: None, 'newest')
     assert list(found) == ['hotpotqa'] and sum(found['hotpotqa']['tiers'].values()) == 3
     assert found['hotpotqa']['step'] == 1 and 'auc' in found['hotpotqa']['critic']
+    said, again = [], json.loads(json.dumps(found))
+    assert examine_sets(run, asked, said.append, 'newest') == again and said == []        # it is not asked twice
     with pytest.raises(SystemExit, match='wanted the folder of a run'): competence.main([f'pool={rows}'])   # before: nothing
     competence.main([str(run), 'data=gsm8k', f'path={rows / "gsm8k.jsonl"}', 'questions=2', '--checkpoint', 'newest'])
     kept = read_summary(run)

@@ -2,6 +2,7 @@
 are refused, and what is drawn is what the paper means, from made-up folders and from small runs."""
 import importlib
 import json
+import math
 import os
 import re
 from dataclasses import replace
@@ -15,7 +16,7 @@ from credit_rl.methods import get_method
 from credit_rl.options import flat
 from credit_rl.parts import assign
 from credit_rl.potentials import scoring_flops
-from credit_rl.runlog import RunLog
+from credit_rl.runlog import RunLog, write_json
 from credit_rl.step_metrics import credit_metrics
 from credit_rl.studies import papers, tables
 from credit_rl.studies.papers import (PAPERS, RunRow, all_works, entries, equations, find_entry, make_works, paper_numbers,
@@ -158,7 +159,9 @@ def test_a_folder_says_what_is_set_over_its_file():
     asked = [str(w.folder) for w in dict.fromkeys(works) if w.method == 'pool']
     assert len(asked) == 4 and sum('split=train' in place for place in asked) == 2
     for w in works:
-        if w.method == 'competence': assert set(w.settings['pool']) < set(asked)
+        if w.method == 'competence':
+            assert set(w.settings['pool']) < set(asked) and 1 < price(w)[0] < 30
+            assert {'data=carl', 'questions=500', 'max_tokens=8192'} < {*w.words}
         if w.method not in ('train', 'warmup'): continue
         own = [place for place in asked if Path(w.config.model).name in place]
         if w.method == 'warmup': assert w.config.pool == own and len(own) == 2
@@ -283,6 +286,32 @@ def test_questions_answered_by_yes_count_where_the_paper_counts_them(tmp_path):
     log.turns(1, [{'kind': 'train', 'trajectory': to_json(replace(t, question=replace(t.question, answers=('yes',))))}])
     row = RunRow('run', log.folder)
     assert drawn('tspo', 'table 1', [row]).loc['all', 'all'] == 1 and tables.process_table([row]).loc['all', 'all'] == 0
+
+
+def test_what_was_asked_on_other_sets_is_pooled_by_hand(tmp_path):
+    "CARL tables 12, 14 and 16, of two sets and what is no part of them; of a tiny run its own questions."
+    def found(known, right, notes, value):
+        play = {'1': {'EM': 0., 'n': 4 - known}, '2': {'EM': right, 'n': known}}
+        kept = {'precision': value, 'tokens': 10., 'contexts': known}
+        return {'tiers': {'1': 4 - known, '2': known}, 'base': {'no tools': play, 'notes': kept}, 'known_before': right,
+                'notes': kept, 'broken': {'working': right, 'no tool': 1.},
+                'critic': {'value': {'1': .25, '2': value}, 'notes': notes}}
+    sets = {'hotpotqa': found(3, 1., [['kept', .2], ['kept', -.2], ['lost', -.1]], .5),
+            'musique': found(1, 0., [['failed', .3], ['lost', .1]], .9), 'gsm8k': found(4, 1., [['kept', .1]], .7)}
+    write_json(tmp_path / 'summary.json', {'competence_sets': sets})
+    row = [RunRow('carl', tmp_path)]
+    signs = DRAWINGS['sign_rates'](row, {'hotpotqa': 2, 'musique': 2})                # the first two of three
+    assert signs.n.tolist() == [2, 1, 1] and signs.did[:2].tolist() == [1, 0]
+    assert signs.rate[:2].tolist() == [.5, 0] and math.isnan(signs.rate.iloc[2])
+    assert DRAWINGS['sign_rates'](row).n.tolist() == [3, 2, 1]
+    broken = DRAWINGS['broken_table'](row, ['hotpotqa', 'musique']).loc['carl']
+    assert broken.working == .75 and broken['no tool'] == 1 and broken['no tool, base'] == .75
+    mechanism = DRAWINGS['mechanism_table'](row).loc['carl']
+    assert mechanism['no tool, all, base'] == pytest.approx((.75 + 0 + 1) / 3) and mechanism['V, not known'] == .25
+    assert mechanism['V, known'] == mechanism['note precision'] == pytest.approx((3 * .5 + .9 + 4 * .7) / 8)
+    with pytest.raises(ValueError, match='was not examined on nq'): DRAWINGS['broken_table'](row, ['nq'])
+    write_json(tmp_path / 'summary.json', {'competence': sets['musique']})
+    assert DRAWINGS['broken_table'](row, ['hotpotqa']).loc['carl', 'working'] == 0
 
 
 def test_rows_are_compared_on_the_papers_sets(tmp_path):
