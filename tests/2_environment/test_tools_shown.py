@@ -1,6 +1,4 @@
 "How an observation is written and cut: lines or JSON, a passage or all of it."
-import json
-
 import pytest
 
 from credit_rl.demonstrations import pages_shown
@@ -32,12 +30,6 @@ WHOLE = tuple(x for page in PAGES[:2] for x in (page.title, page.text))
 def test_json_is_that_of_the_papers_figure():
     said = SearchTool(Index(), 2, None, render=render_json).run(['w'])
     assert said == SAID and said.returned() == WHOLE
-    assert json.loads(said)['result'].startswith('Doc 1 (Title: "Watchmen (film)")\nWatchmen is')
-
-
-def test_blocks_of_several_queries_are_parted():
-    said = SearchTool(Index(), 1, None, render=render_json).run(['w', 'zebra'])
-    assert json.loads(said)['result'].endswith('Åkerman stars.\n---\nNo results.') and said.returned() == WHOLE[:2]
 
 
 def test_what_is_ours_in_json_is_no_find():
