@@ -380,13 +380,6 @@ def test_gae_is_the_recursion_over_trained_tokens(seed, gamma, lam, trajectories
     assert not a[~mask].any() and not returns[~mask].any()
 
 
-def test_gae_of_low_precision_uses_float32():
-    r, v, mask, _ = random_rows(0)
-    low = gae(r.bfloat16(), v.bfloat16(), mask, 1.0, 0.95)[0]
-    assert low.dtype == torch.bfloat16
-    assert_close(low, gae(r.bfloat16().float(), v.bfloat16().float(), mask, 1.0, 0.95)[0].bfloat16())
-
-
 def test_gae_agrees_with_torchrl():
     g = torch.Generator().manual_seed(0)
     r, v = torch.randn(2, 6, 40, generator=g)
@@ -403,34 +396,21 @@ def test_gae_agrees_with_torchrl():
             assert_close(returns[i][mask[i]], target.flatten(), atol=1e-5, rtol=1e-5)
 
 
-def test_gae_refuses():
+def test_gae_and_to_tokens_refuse():
     x, mask = torch.zeros(2, 3), torch.ones(2, 3, dtype=torch.bool)
-    with pytest.raises(ValueError, match='finite'): gae(x, x * NAN, mask, 1.0, 1.0)
-    with pytest.raises(ValueError, match='lam'): gae(x, x, mask, 1.0, 1.1)
-    with pytest.raises(ValueError, match='bool'): gae(x, x, mask.float(), 1.0, 1.0)
-    with pytest.raises(ValueError, match='row_trajectory'): gae(x, x, mask, 1.0, 1.0, torch.tensor([0]))
+    for given, said in (((x, x * NAN, mask, 1.0, 1.0), 'finite'), ((x, x, mask, 1.0, 1.1), 'lam'),
+                        ((x, x, mask.float(), 1.0, 1.0), 'bool'),
+                        ((x, x, mask, 1.0, 1.0, torch.tensor([0])), 'row_trajectory')):
+        with pytest.raises(ValueError, match=said): gae(*given)
     a, returns = gae(x, x, torch.zeros_like(mask), 1.0, 1.0)               # an empty micro-batch
     assert not a.any() and not returns.any()
-
-
-@given(batches(), st.data())
-def test_to_tokens_is_a_lookup(batch, data):
-    x, mask, _ = batch
-    owner = torch.tensor(data.draw(st.lists(st.integers(0, len(x) - 1), min_size=1, max_size=5)))
-    token_turns = torch.tensor([[data.draw(st.integers(-1, int(mask[i].sum()) - 1)) for _ in range(6)] for i in owner])
-    out = to_tokens(x, token_turns, owner)
-    for r, i in enumerate(owner.tolist()):
-        for t in range(6):
-            k = token_turns[r, t].item()
-            assert out[r, t] == (x[i, k] if k >= 0 else 0)
-    assert_close(to_tokens(x[owner], token_turns), out)
-
-
-def test_to_tokens_refuses():
     token_turns = torch.tensor([[-1, 0, 0, -1, 1, -1, 2, 2]])
-    with pytest.raises(ValueError, match=r'\[-1, 2\)'): to_tokens(torch.ones(1, 2), token_turns)
-    with pytest.raises(ValueError, match='R = 2'): to_tokens(torch.ones(2, 3), token_turns)
-    with pytest.raises(ValueError, match='finite'): to_tokens(torch.tensor([[1., NAN, 0.]]), token_turns)
+    for table, said in ((torch.ones(1, 2), r'\[-1, 2\)'), (torch.ones(2, 3), 'R = 2'),
+                        (torch.tensor([[1., NAN, 0.]]), 'finite')):
+        with pytest.raises(ValueError, match=said): to_tokens(table, token_turns)
+    r, v, mask, _ = random_rows(0)
+    low = gae(r.bfloat16(), v.bfloat16(), mask, 1.0, 0.95)[0]
+    assert_close(low, gae(r.bfloat16().float(), v.bfloat16().float(), mask, 1.0, 0.95)[0].bfloat16())
 
 
 # ---- what a caller of the functions meets ----

@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from credit_rl.engine import HFEngine, ScriptedEngine
-from credit_rl.tspo import first_turns, folr_rewards, tspo_advantages
+from credit_rl.tspo import folr_rewards
 from credit_rl.layout import pack
 from credit_rl.learner import FrozenModels, Learner, Optimiser, PlainBackend, make_critic
 from credit_rl.methods import LOSSES, METHODS, REWARDS, RULES, SAMPLINGS, compose, extra_passes, get_method, refusal
 from credit_rl.models import load_model, load_tokenizer, other_words
-from credit_rl.parts import Credit, Facts, Golds, Loss, Measured, Needs, Row, assign, not_dropped, to_tokens
+from credit_rl.parts import Credit, Facts, Golds, Loss, Measured, Needs, Row, assign, not_dropped
 from credit_rl.protocol import PROTOCOLS, Chat
 from credit_rl.rollout import rollout
 from credit_rl.runlog import RunLog, latest_checkpoint, read_metrics
@@ -215,13 +215,6 @@ def test_every_rule_takes_the_outcome_of_igpo_or_of_prs_by_name(world):
         else: assert torch.equal(of(compose(stages)), prs), name
 
 
-def test_tspo_is_what_its_function_says(world):
-    groups, layout = games(world), pack(games(world))
-    by_hand = tspo_advantages(right_answers(groups), first_turns(groups), layout.turn_mask, layout.groups)
-    credit = assign(METHODS['tspo'], groups, look=lambda layout, asks: None).credit
-    torch.testing.assert_close(credit.advantages, to_tokens(by_hand, layout.token_turns), atol=1e-6, rtol=0)
-
-
 def answers(group, *said):
     "The same rollouts with other answers in their last turns; None: a malformed call, and no answer."
     def other(t, text):
@@ -252,13 +245,13 @@ def test_graded_outcomes_with_folr_by_hand():
 
 
 @pytest.fixture(scope='module')
-def plain(world): return a_step(world, METHODS['grpo'], groups=games(world)[:3])[2]
+def plain(world): return a_step(world, METHODS['grpo'])[2]
 
 
 @pytest.mark.parametrize('name', [n for n in METHODS if n not in ('grpo', 'mt-grpo', 'gspo')])
 def test_a_row_is_not_grpo(world, plain, name):
     "The gradient on the stored games differs from GRPO's; and the forwards are those that the row states."
-    _, _, moved, passes = a_step(world, METHODS[name], groups=games(world)[:3])
+    _, _, moved, passes = a_step(world, METHODS[name])
     assert passes == extra_passes(METHODS[name])
     assert (moved - plain).norm() > 1e-3 * plain.norm()
 
@@ -337,6 +330,7 @@ def test_a_method_needs_what_its_parts_look_at():
     assert needs('tips') == Needs(teacher=Golds(), values=True) and needs('dapo', draws=2) == Needs(rounds=2)
     assert needs('igpo', schema='igpo').golds['gold'].schema == 'igpo' and needs('vine').plays == 4
     assert needs('tips', terminal='teacher').ends and not needs('tips-hmax').ends
+    with pytest.raises(ValueError, match='scored'): needs('outcome+shaping+record/turns', **{'shaping.schema': 'bare'})
 
 
 def test_parts_log_what_they_measured(world):
@@ -494,14 +488,6 @@ def test_a_teacher_with_the_policys_words_is_let_in(root, monkeypatch, tmp_path)
     assert "'<more>', is no token at all" in other_words(base, more)
 
 
-def test_a_rule_of_tags_takes_those_that_are_set():
-    "A protocol without an answer tag is no obstacle to whoever names one."
-    named = {'tags': ['think', 'tool_call', 'answer']}
-    check(make_config({'method': 'prs', 'protocol': 'carl-tiny', 'options': named}))
-    bound = METHODS['prs'].bind({}, Facts(tags=('think', 'tool_call', 'answer'), opening='<think>'))
-    assert bound.options['tags'][0] == 'think' and bound.options['opening'] == '<think>'
-
-
 def test_igpo_pays_the_penalty_for_a_turn_without_reasoning(world):
     "In a run the protocol's reasoning tag is known; what broke is the outcome, and nothing else changes."
     groups = games(world)
@@ -546,17 +532,6 @@ def test_tips_below_lambda_one(world, lam):
             shifted = outcome + (0. if last else critic(after)) - critic(t) + lam * shifted
             assert math.isclose(batch.credit.advantages[i, t], later, abs_tol=1e-4)
             assert math.isclose(later, shifted, abs_tol=1e-4)
-
-
-def test_what_a_teacher_reads_is_an_option(world):
-    chat, groups = world[1:3]
-    asked = lambda options: METHODS['tips'].bind(options).needs.teacher.schema
-    assert asked({'schema': 'bare'}) == 'bare' and asked({}) == 'own'
-    own = asked({'schema': ['answer : ', '']})
-    template = gold_templates(chat, groups, own)[0][0]
-    assert 'answer :' not in chat.tokenizer.decode(template.ids[template.start:template.end])
-    both = get_method('outcome+shaping+record/turns').bind({'shaping.schema': 'bare'})
-    with pytest.raises(ValueError, match='scored'): both.needs
 
 
 @pytest.mark.parametrize('name', ['mt-grpo', 'mt-grpo*'])

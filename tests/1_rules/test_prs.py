@@ -54,12 +54,6 @@ def test_process_reward_is_equation_8(calls, answer, data):
     assert process_reward(torch.tensor(calls, dtype=torch.bool), answer, ran) == expected
 
 
-def test_flags_must_be_flags():
-    for wrong in (['search(a)'], 'yes', [None], [0.5], None):
-        for call in (lambda: process_reward(wrong, True), lambda: format_reward(wrong), lambda: process_reward([], wrong)):
-            with pytest.raises(ValueError, match='False'): call()
-
-
 def test_a_tensor_of_stages_is_added_up_as_each_alone():
     rows = [(p, f, a) for p in (-1, 0, 1) for f in (0., .1) for a in (0., .5, 1.)]
     many = prs_short(*map(torch.tensor, zip(*rows)))
@@ -88,6 +82,9 @@ def test_scores_out_of_range_are_refused():
         with pytest.raises(ValueError): prs_long(*bad)
     for bad in (([], []), ([1, 2], [1, 1])):
         with pytest.raises(ValueError): progressive(*bad)
+    for wrong in (['search(a)'], 'yes', [None], [0.5], None):
+        for call in (lambda: process_reward(wrong, True), lambda: format_reward(wrong), lambda: process_reward([], wrong)):
+            with pytest.raises(ValueError, match='False'): call()
 
 
 # ---------------------------------------------------------------- packages and calls

@@ -154,7 +154,7 @@ def listed():
     return rollout(by(WEAK), tiny_environment(world, CHAT, max_turns=4), world.questions, 4, seed=3)
 
 
-def test_checked_notes_move_the_outcome_and_add_nothing(listed):
+def test_checked_notes_move_the_outcome_and_add_nothing(listed, played):
     "A rule that sums over turns sees the outcome alone; one that does not gives another credit."
     options = {'metric': 'parts'}
     credit = {name: assign(compose(name).bind(options), listed, lambda layout, asks: None).credit.advantages
@@ -165,8 +165,5 @@ def test_checked_notes_move_the_outcome_and_add_nothing(listed):
     batch = assign(own, listed, lambda layout, asks: None)
     assert not torch.allclose(batch.credit.advantages, credit['outcome/group'], atol=.1)
     assert_close((batch.rewards['turns'].sum(1)), torch.zeros(32), atol=1e-6, rtol=0)
-
-
-def test_questions_without_parts_have_no_notes_to_check(played):
-    with pytest.raises(ValueError, match='none'): note_values(played[1])
+    with pytest.raises(ValueError, match='none'): note_values(played[1])                     # questions without parts
     with pytest.raises(ValueError, match='telescope'): compose('outcome+notes/calls')

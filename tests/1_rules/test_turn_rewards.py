@@ -205,13 +205,6 @@ def test_an_error_of_the_server_is_tried_again(status):
         assert str(status) in judge.last_error and len(stub.requests) == 1 + 2 + 3 + 3 + 1
 
 
-def test_an_error_of_ours_is_not_tried_again():
-    with Stub(lambda prompt, attempt: 404) as stub:
-        judge = stub.judge()
-        assert judge.ask(['x'], upper) == [None] and judge.counts == counted(1, failures=1) and len(stub.requests) == 1
-        with pytest.raises(ConnectionError, match='stub.*404'): judge.check()
-
-
 def test_an_attempt_that_hangs_is_tried_again():
     with Stub(lambda prompt, attempt: 'hang' if attempt == 0 else 'fine') as stub:
         judge = stub.judge(timeout=1.0, retries=8)
@@ -219,12 +212,14 @@ def test_an_attempt_that_hangs_is_tried_again():
         assert judge.counts == counted(1, retries=judge.counts['retries']) and judge.counts['retries'] >= 1
 
 
-def test_a_success_that_is_no_completion_is_a_failure():
-    answers = [b'<html>welcome</html>', b'', {'choices': []}, {'choices': [{}]}, {'choices': None}, {'detail': 'no'}]
-    with Stub(lambda prompt, attempt: answers[int(prompt)]) as stub:
+def test_an_error_of_ours_and_what_is_no_completion_are_not_tried_again():
+    answers = [404, b'<html>welcome</html>', b'', {'choices': []}, {'choices': [{}]}, {'choices': None}, {'detail': 'no'}]
+    with Stub(lambda prompt, attempt: answers[int(prompt)] if prompt.isdigit() else 404) as stub:
         judge = stub.judge()
-        assert judge.ask(list('012345'), upper) == [None] * 6
-        assert judge.counts == counted(6, failures=6) and 'no chat completion' in judge.last_error
+        assert judge.ask(list('0123456'), upper) == [None] * 7 and len(stub.requests) == 7
+        assert judge.counts == counted(7, failures=7) and judge.ask(['1'], upper) == [None]
+        assert 'no chat completion' in judge.last_error
+        with pytest.raises(ConnectionError, match='stub.*404'): judge.check()
 
 
 def test_an_unparsable_reply_leaves_the_statistics_and_is_counted():

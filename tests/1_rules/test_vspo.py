@@ -51,14 +51,13 @@ def test_values_and_kept_groups_are_the_definition(x):
         if len(set(rewards)) == 1: assert value == 0
 
 
-@pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16, torch.float16])
-@given(tables(missing=True))
+@given(st.sampled_from([torch.float32, torch.bfloat16, torch.float16, torch.long]), tables(missing=True))
 def test_low_precision_uses_float32_statistics(dtype, x):
+    if dtype is torch.long: x = x.nan_to_num(2.).round()                                   # whole rewards, as they may come
     low = x.to(dtype)                                                                      # rewards are exact in it
     assert task_values(low).dtype == torch.float32
     assert_close(task_values(low), task_values(x.float()), equal_nan=True)
-    for a, b in zip(vspo_weights(low, generator=seeded()), vspo_weights(x.float(), generator=seeded())):
-        assert_close(a, b)
+    assert_close(vspo_weights(low, generator=seeded()), vspo_weights(x.float(), generator=seeded()))
 
 
 def test_silence_is_tested_on_the_spread_too():
@@ -86,7 +85,7 @@ def test_places_are_kept_and_filled(x, sampling, clip, seed):
 KEPT = torch.tensor([[1.0, 0, 0, 0, 0], [1, 1, 0, 0, 0], [1, 1, 1, 1, 0]])
 
 
-@pytest.mark.parametrize('sampling, temperature', [('value', 0.1), ('value', 0.02), ('random', 0.1)])
+@pytest.mark.parametrize('sampling, temperature', [('value', 0.1), ('random', 0.1)])
 def test_the_draw_follows_its_probabilities(sampling, temperature):
     """n independent draws: by Hoeffding and a union bound over m groups and two sides, some frequency is off by more
     than sqrt(ln(2m/δ) / 2n) with probability at most δ, here 1e-6. Draws that it must not be mistaken for are further
@@ -155,34 +154,17 @@ def test_ragged_groups_and_missing_members():
     assert silent[0] == [0, 1] and silent[1].tolist() == [1, 1, 0, 1, 1]
 
 
-def test_integer_rewards():
-    x = torch.tensor([[1, 0, 0], [1, 1, 0], [0, 0, 0]])
-    assert_close(task_values(x), task_values(x.float()))
-    for a, b in zip(vspo_weights(x, generator=seeded()), vspo_weights(x.float(), generator=seeded())):
-        assert_close(a, b)
-    assert choose_groups(x.flatten(), torch.arange(3).repeat_interleave(3), generator=seeded())[0] == [0, 1]
-
-
-GOOD = dict(rewards=torch.tensor([[1.0, 0], [1, 1]]), temperature=0.1, alpha=2, eps=1e-6, sampling='value')
-
-
-@pytest.mark.parametrize('bad, message', [
-    (dict(rewards=torch.ones(3)), r'\(B, G\)'), (dict(rewards=torch.ones(3, 1)), 'G >= 2'),
-    (dict(rewards=torch.ones(2, 2, 2)), r'\(B, G\)'),
-    (dict(rewards=torch.tensor([[1.0, math.inf]])), 'infinite'), (dict(temperature=0.0), 'temperature'),
-    (dict(temperature=NAN), 'temperature'),
-    (dict(alpha=0.9), 'alpha'), (dict(alpha=NAN), 'alpha'), (dict(alpha=math.inf), 'clip=False'),
-    (dict(sampling='uniform'), 'sampling')])
-def test_refusals(bad, message):
-    vspo_weights(**GOOD)
-    with pytest.raises(ValueError, match=message): vspo_weights(**{**GOOD, **bad})
-
-
-def test_more_refusals():
+def test_refusals():
+    good = dict(rewards=torch.tensor([[1.0, 0], [1, 1]]), temperature=0.1, alpha=2, eps=1e-6, sampling='value')
+    vspo_weights(**good)
+    for bad, message in ((dict(rewards=torch.ones(3)), r'\(B, G\)'), (dict(rewards=torch.ones(3, 1)), 'G >= 2'),
+                         (dict(rewards=torch.tensor([[1.0, math.inf]])), 'infinite'), (dict(temperature=0.0), 'temperature'),
+                         (dict(temperature=NAN), 'temperature'), (dict(alpha=0.9), 'alpha'), (dict(alpha=NAN), 'alpha'),
+                         (dict(alpha=math.inf), 'clip=False'), (dict(sampling='uniform'), 'sampling')):
+        with pytest.raises(ValueError, match=message): vspo_weights(**{**good, **bad})
     with pytest.raises(ValueError, match='unknown'): sampling_probabilities(torch.tensor([1.0, NAN]), 0.1)
-    with pytest.raises(ValueError, match='keep'):
-        sampling_probabilities(torch.ones(2), 0.1, torch.ones(3, dtype=torch.bool))
-    with pytest.raises(ValueError, match='keep'): sampling_probabilities(torch.ones(2), 0.1, torch.ones(2))
+    for keep in (torch.ones(3, dtype=torch.bool), torch.ones(2)):
+        with pytest.raises(ValueError, match='keep'): sampling_probabilities(torch.ones(2), 0.1, keep)
     for count in (-1, 1.5, torch.tensor([1, -2])):
         with pytest.raises(ValueError, match='stands'): value_smoothing(count, 2)
     with pytest.raises(ValueError, match='member'): choose_groups(torch.ones(2), torch.tensor([0, 1]))

@@ -1,6 +1,5 @@
 ("Loaders: ten sets in every layout, corpora, splits, mixtures, malformed rows, no network; real slices where "
  "CREDIT_RL_DATA points to them.")
-import base64
 import copy
 import csv
 import gzip
@@ -17,8 +16,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from credit_rl import benchmarks, datasets
-from credit_rl.benchmarks import (BENCHMARKS, CANARY, Benchmark, RowForm, decrypt, encrypt, get_benchmark,
-                                  register)
+from credit_rl.benchmarks import BENCHMARKS, CANARY, Benchmark, encrypt, get_benchmark, register
 from credit_rl.datasets import load_corpus, load_questions, subsample
 from credit_rl.readers import Passage, RowError, read_rows
 from credit_rl.retrieval import BM25
@@ -135,16 +133,12 @@ def test_ids_made_from_the_question_are_the_same_in_a_slice_and_tell_twins_apart
 # ---- the same rows in other layouts and files ----
 
 def test_encrypted_questions_are_read_by_the_canary_of_the_release_or_of_their_row(tmp_path):
-    "BrowseComp-Plus, by a cipher written down once more here: base64 of the bytes XOR the canary's SHA-256."
-    def hide(text, canary):
-        key = hashlib.sha256(canary.encode()).digest()
-        return base64.b64encode(bytes(b ^ key[i % 32] for i, b in enumerate(text.encode()))).decode()
     question, answer = 'Which port has the oldest light — and why?', 'Orvane'
     def row(canary, more={}):
-        page = {'docid': hide('5', canary), 'text': hide('Orvane has a light.', canary)}
-        return {'query_id': '7', 'query': hide(question, canary), 'answer': hide(answer, canary), 'gold_docs': [page],
-                'evidence_docs': [page], 'negative_docs': [{'docid': hide('6', canary), 'text': hide('Rain.', canary)}],
-                **more}
+        page = {'docid': encrypt('5', canary), 'text': encrypt('Orvane has a light.', canary)}
+        other = {'docid': encrypt('6', canary), 'text': encrypt('Rain.', canary)}
+        return {'query_id': '7', 'query': encrypt(question, canary), 'answer': encrypt(answer, canary),
+                'gold_docs': [page], 'evidence_docs': [page], 'negative_docs': [other], **more}
     for given in (row(CANARY), row('my own', {'canary': 'my own'})):
         path = write(tmp_path / 'a.jsonl', [given])
         (q,) = load_questions('BrowseComp-Plus', path)
@@ -264,20 +258,14 @@ def broken(name='hotpotqa', i=1, **changes):
 
 
 MALFORMED = [
-    ('hotpotqa', broken(answer=None), 'answer'),
-    ('hotpotqa', broken(answer=['x']), 'answer'),
-    ('hotpotqa', broken(question=3), 'question'),
+    ('hotpotqa', broken(answer=None), 'answer'), ('hotpotqa', broken(answer=['x']), 'answer'),
+    ('hotpotqa', broken(question=3), 'question'), ('hotpotqa', broken(_id='sample-0'), 'id'),
     ('hotpotqa', broken(supporting_facts=[['only one']]), 'supporting_facts'),
     ('hotpotqa', broken(supporting_facts={'title': ['a'], 'sent_id': []}), 'supporting_facts'),
-    ('hotpotqa', broken(supporting_facts='[["cut'), 'supporting_facts'),
-    ('hotpotqa', broken(_id='sample-0'), 'id'),
-    ('hotpotqa', 'text', '(row)'),
-    ('hotpotqa', ['a', 'list'], 'question'),
-    ('nq', {'question': 'Who?', 'answer': 'Ada'}, 'answer'),
-    ('nq', {'question': 'Who?', 'answer': []}, 'answer'),
-    ('nq', {'question': 'Who?', 'answer': ['Ada', 3]}, 'answer'),
-    ('nq', {'question': '', 'answer': ['Ada']}, 'question'),
-    ('triviaqa', broken('triviaqa', Answer=...), 'Answer'),
+    ('hotpotqa', broken(supporting_facts='[["cut'), 'supporting_facts'), ('hotpotqa', 'text', '(row)'),
+    ('hotpotqa', ['a', 'list'], 'question'), ('nq', {'question': 'Who?', 'answer': 'Ada'}, 'answer'),
+    ('nq', {'question': 'Who?', 'answer': []}, 'answer'), ('nq', {'question': 'Who?', 'answer': ['Ada', 3]}, 'answer'),
+    ('nq', {'question': '', 'answer': ['Ada']}, 'question'), ('triviaqa', broken('triviaqa', Answer=...), 'Answer'),
     ('triviaqa', broken('triviaqa', Answer__Value=...), 'Answer.Value'),
     ('triviaqa', broken('triviaqa', Answer__Aliases='x'), 'Answer.Aliases'),
     ('triviaqa', broken('triviaqa', Answer__Aliases=[1]), 'Answer.Aliases'),
@@ -289,27 +277,19 @@ MALFORMED = [
     ('musique', broken('musique', answer_aliases='x'), 'answer_aliases'),
     ('musique', broken('musique', paragraphs='x'), 'paragraphs'),
     ('musique', broken('musique', question_decomposition=[{'question': 'Who?'}]), 'question_decomposition[0].answer'),
-    ('bamboogle', {'Question': 'Who?', 'Answer': ' '}, 'Answer'),
-    ('bamboogle', ['Who?', '', ''], 4),
-    ('bamboogle', ['', '', '', '', 'Ada', '', ''], 'column 0'),
-    ('bamboogle', ['Who?', '', '', '', '', '', ''], 'columns 4 and 5'),
+    ('bamboogle', {'Question': 'Who?', 'Answer': ' '}, 'Answer'), ('bamboogle', ['Who?', '', ''], 4),
+    ('bamboogle', ['', '', '', '', 'Ada', '', ''], 'column 0'), ('bamboogle', ['Who?', *[''] * 6], 'columns 4 and 5'),
     ('gsm8k', {'question': 'How many?', 'answer': 'It is 7.'}, 'answer'),
-    ('gsm8k', {'question': 'How many?', 'answer': 7}, 'answer'),
-    ('finqa', broken('finqa', qa=...), 'qa'),
+    ('gsm8k', {'question': 'How many?', 'answer': 7}, 'answer'), ('finqa', broken('finqa', qa=...), 'qa'),
     ('finqa', broken('finqa', qa__exe_ans=float('nan')), 'qa.exe_ans'),
-    ('finqa', broken('finqa', qa__exe_ans=True), 'qa.exe_ans'),
-    ('finqa', broken('finqa', qa__exe_ans=[1]), 'qa.exe_ans'),
-    ('finqa', broken('finqa', table='x'), 'table'),
-    ('finqa', broken('finqa', table=[[1, 2]]), 'table'),
+    ('finqa', broken('finqa', qa__exe_ans=True), 'qa.exe_ans'), ('finqa', broken('finqa', qa__exe_ans=[1]), 'qa.exe_ans'),
+    ('finqa', broken('finqa', table='x'), 'table'), ('finqa', broken('finqa', table=[[1, 2]]), 'table'),
     ('finqa', broken('finqa', pre_text=[3]), 'pre_text'),
     ('nq', {'question': 'Who?', 'golden_answers': 'Ada'}, 'golden_answers'),
-    ('nq', verl('Who?', []), 'reward_model.ground_truth'),
-    ('nq', verl('Who?', {}), 'reward_model.ground_truth.target'),
-    ('nq', verl('Who?', 3), 'reward_model.ground_truth'),
+    ('nq', verl('Who?', []), 'reward_model.ground_truth'), ('nq', verl('Who?', {}), 'reward_model.ground_truth.target'),
+    ('nq', verl('Who?', 3), 'reward_model.ground_truth'), ('nq', verl(' ', ['A']), 'prompt'),
     ('nq', verl('Who?', ['A'], reward_model={}), 'reward_model.ground_truth'),
-    ('nq', verl('Who?', ['A'], reward_model='x'), 'reward_model'),
-    ('nq', verl(' ', ['A']), 'prompt'),
-]
+    ('nq', verl('Who?', ['A'], reward_model='x'), 'reward_model')]
 
 
 @pytest.mark.parametrize('name, row, field', MALFORMED,
@@ -368,13 +348,6 @@ def test_a_malformed_paragraph_names_its_field(tmp_path, name):
         assert len(corpus) == len(first['context']) and [e.field for e in corpus.skipped] == ['context']
 
 
-def test_a_line_of_a_table_that_cannot_be_read(tmp_path):
-    path = tmp_path / 'popQA.tsv'
-    path.write_text(OWN['popqa.tsv'].read_text() + 'one\ttwo\n')
-    with pytest.raises(RowError, match='columns'): load_questions('popqa', path)
-    with pytest.warns(UserWarning, match='skipped'): assert len(load_questions('popqa', path, on_error='skip')) == 2
-
-
 def test_files_that_are_not_what_they_were_taken_for(tmp_path):
     cut = tmp_path / 'cut.json'
     cut.write_text(SAMPLE.read_text()[:500])
@@ -392,20 +365,16 @@ def test_files_that_are_not_what_they_were_taken_for(tmp_path):
 
 
 def test_files_that_break_off(tmp_path):
-    whole = gzip.compress(b''.join(
-        json.dumps({'question': f'q{i * 7919}?', 'answer': [str(i ** 3)]}).encode() + b'\n' for i in range(2000)))
+    rows = (json.dumps({'question': f'q{i * 7919}?', 'answer': [str(i ** 3)]}) for i in range(2000))
+    whole = gzip.compress('\n'.join(rows).encode())
     (tmp_path / 'a.jsonl.gz').write_bytes(whole[:len(whole) // 2])
     with pytest.raises(ValueError, match=r'a.jsonl.gz cannot be read after .*(line \d+|beginning).*fetch'):
         load_questions('nq', tmp_path / 'a.jsonl.gz')
-    (tmp_path / 'b.jsonl.gz').write_text('{}')
-    with pytest.raises(ValueError, match='read'): load_questions('nq', tmp_path / 'b.jsonl.gz')
-    (tmp_path / 'c.csv').write_text('Who?,,,,"Ada,,\n')
-    with pytest.raises(ValueError, match='read'): load_questions('bamboogle', tmp_path / 'c.csv')
-    (tmp_path / 'd.jsonl').write_bytes(b'{"question": "\xff"}')
-    with pytest.raises(ValueError, match='Unicode'): load_questions('nq', tmp_path / 'd.jsonl')
-    (tmp_path / 'e.parquet').write_text('no')
-    pytest.importorskip('pyarrow')
-    with pytest.raises(ValueError, match='parquet'): load_questions('nq', tmp_path / 'e.parquet')
+    for name, file, text in (('nq', 'b.jsonl.gz', '{}'), ('bamboogle', 'c.csv', 'Who?,,,,"Ada,,\n'),
+                             ('nq', 'e.parquet', 'no')):
+        if file.endswith('parquet'): pytest.importorskip('pyarrow')
+        (tmp_path / file).write_text(text)
+        with pytest.raises(ValueError, match='read|parquet'): load_questions(name, tmp_path / file)
 
 
 def test_parquet_without_pyarrow(tmp_path, monkeypatch):
@@ -466,25 +435,13 @@ def test_the_original_file_of_a_folder_comes_before_a_copy(tmp_path):
 
 
 def test_unknown_names_get_the_nearest():
-    assert get_benchmark('Hotpot-QA') is get_benchmark('hotpot_qa') and get_benchmark(
-        '2WikiMQA').name == '2wikimultihopqa' and get_benchmark('TQ').name == 'triviaqa'
-    with pytest.raises(ValueError, match="'hotpotqa'"): load_questions('hotpot', SAMPLE)
-    with pytest.raises(ValueError, match='Known'): load_corpus('zzz', SAMPLE)
-    with pytest.raises(ValueError, match='already'): register(BENCHMARKS['hotpotqa'])
-    with pytest.raises(ValueError, match='lower-case'): register(Benchmark('Hotpot-QA', ()))
-    with pytest.raises(ValueError, match='metric'): register(Benchmark('own', (), metric='rouge'))
-
-
-def test_another_benchmark_joins_the_table(tmp_path, monkeypatch):
-    monkeypatch.setattr(benchmarks, 'BENCHMARKS', dict(BENCHMARKS))
-    register(
-        Benchmark('own', (RowForm('ours', ('q', 'a'), lambda row: (None, row['q'], row['a'])), ),
-                  files={'test': ('own.jsonl', )}))
-    write(tmp_path / 'own.jsonl', [{'q': 'Who?', 'a': ['Ada', 'Lovelace']}])
-    assert load_questions('own', tmp_path)[0].answers == ('Ada', 'Lovelace')
-    with pytest.raises(RowError, match='passage'): load_corpus('own', tmp_path / 'own.jsonl')
-    with pytest.raises(FileNotFoundError, match='paragraphs'): load_corpus('own', tmp_path)
-    assert load_questions('own', tmp_path, split='test')
+    assert get_benchmark('2WikiMQA').name == '2wikimultihopqa' and get_benchmark('TQ').name == 'triviaqa'
+    for call, said in ((lambda: load_questions('hotpot', SAMPLE), "'hotpotqa'"),
+                       (lambda: load_corpus('zzz', SAMPLE), 'Known'),
+                       (lambda: register(BENCHMARKS['hotpotqa']), 'already'),
+                       (lambda: register(Benchmark('Hotpot-QA', ())), 'lower-case'),
+                       (lambda: register(Benchmark('own', (), metric='rouge')), 'metric')):
+        with pytest.raises(ValueError, match=said): call()
 
 
 def test_corpus_files(tmp_path):
@@ -579,12 +536,8 @@ def test_an_interrupted_download_goes_on_where_it_was(from_hub):
         rest = f'bytes={half // 64 * 64}-'
         # broken off; tried again at once, refused; the rest, by another process
         assert half > 64 and hub.transfers(file) == [None, rest, rest]
-
-
-def test_what_is_there_is_not_asked_for_again(from_hub):
-    _, hub = from_hub
     files = [f for _, of in hub.repositories.values() for f in of if f not in hub.cut and not f.endswith('.md')]
-    assert files and all(hub.transfers(f) == [None] for f in files)
+    assert files and all(hub.transfers(f) == [None] for f in files)             # what is there is not asked for again
 
 
 def test_a_file_that_is_not_what_was_announced_is_removed(tmp_path):

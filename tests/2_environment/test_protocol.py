@@ -8,7 +8,7 @@ import time
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from credit_rl.engine import HFEngine, SamplingParams, ScriptedEngine
+from credit_rl.engine import ScriptedEngine
 from credit_rl.layout import pack
 from credit_rl.outcome import extract_answer
 from credit_rl.protocol import (Action, find_box, byte_tokenizer, CARL_PROMPTS, Chat, CHATML, check_tokenizer, parse,
@@ -21,7 +21,6 @@ from credit_rl.scoring import gold_templates
 from credit_rl.tools import SearchTool
 from credit_rl.trajectory import Question, Result, Stop, Trajectory, Turn
 from credit_rl.turn_rewards import parse_ratings
-from random_models import small_qwen
 from tape import Tape
 from templates import FAMILIES, PUBLISHED, TRL, family_tokenizer, template_text
 
@@ -113,14 +112,6 @@ def test_responses_inside_the_assistants_message_only_grow_it(name, published, q
     if turns and name in ('qwen2_5', 'plain'):  # these show a message as it is: nothing but its end follows
         whole = rendered(chat, turns, question, prompt=False)
         assert whole.startswith(text) and whole[len(text):].strip() == chat.end
-
-
-def test_a_template_as_argument_is_the_tokenizers_own():
-    family, text = FAMILIES['llama3_1'], template_text('llama3_1')
-    bare, own = (byte_tokenizer(t, eos=family.eos, bos=family.bos, special=family.special) for t in (None, text))
-    one, other = Chat(PROTOCOLS['tips'], bare, text), Chat(PROTOCOLS['tips'], own)
-    assert one.prompt_ids('Who?') == other.prompt_ids('Who?') and one.observation_ids('x') == other.observation_ids('x')
-    with pytest.raises(ValueError, match='chat'): Chat(PROTOCOLS['tips'], bare)
 
 
 @pytest.mark.skipif(not TRL, reason='TRL, which brings the published templates, is not installed')
@@ -286,14 +277,12 @@ def test_a_base_models_eos_is_not_the_end_of_a_turn():
     tokenizer = byte_tokenizer(template_text('llama3_1'), eos='<|endoftext|>', bos=family.bos, special=special)
     chat = Chat(PROTOCOLS['tiny'], tokenizer)
     assert chat.end == end and chat.stop == ('</tool_call>', '</answer>', end) and chat.end_id != tokenizer.eos_token_id
-    model = small_qwen(len(tokenizer), max_position_embeddings=4096, hidden_size=32, num_hidden_layers=1)
-    groups = rollout(HFEngine(model, tokenizer), Environment(chat, TOOL, max_turns=3, max_tokens=2000), [QUESTION], 8,
-                     SamplingParams(max_tokens=60), seed=3)
-    said = [x for t in groups[0].trajectories for x in t.turns]
-    ended = [x for x in said if x.action_ids[-1] == chat.end_id]
-    assert ended and all(chat.end_id not in x.action_ids[:-1] and end not in x.action_text for x in said)
-    followed = [x for x in ended if x.observation_ids]
-    assert followed and all(x.observation_ids[0] != chat.end_id for x in followed)
+    tape = Tape((chat.encode('hm') + [chat.end_id], 'stop'), (chat.encode('<answer> x </answer>'), 'stop'))
+    (t,) = rollout(tape, Environment(chat, TOOL, max_tokens=2000), [QUESTION])[0].trajectories
+    first = t.turns[0]
+    assert first.action_text == 'hm' and first.action_ids[-1] == chat.end_id and tape.stop == chat.stop
+    assert tape.contexts[1] == [*t.prompt_ids, *first.action_ids, *first.observation_ids]
+    assert first.observation_ids[0] != chat.end_id == first.action_ids[-1]
 
 
 def thinker(text, rng):

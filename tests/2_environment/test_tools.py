@@ -36,6 +36,9 @@ def test_one_query_is_a_numbered_list_and_several_are_blocks():
     assert tool.run(['grey wolf']) == 'Doc 1 (Title: "Title 2") grey wolf\nDoc 2 (Title: "Title 1") grey fox sleeps'
     blocks = 'Query: red\nDoc 1 (Title: "Title 0") red fox runs\n\nQuery: zebra\nNo results.'
     assert tool.run(['red', 'zebra']) == blocks and tool.run(('red',)) == tool.run(['red'])
+    # the cut is per passage and leaves titles
+    assert SearchTool(BM, 3, 2).run(['fox']) == 'Doc 1 (Title: "Title 0") red fox\nDoc 2 (Title: "Title 1") grey fox'
+    assert SearchTool(BM, 1, 8, count_tokens=len).run(['red']) == 'Doc 1 (Title: "Title 0") red fox'
 
 
 @settings(deadline=None)
@@ -53,11 +56,6 @@ def test_a_cut_is_the_longest_beginning_that_fits_of_whole_words_or_into_one_too
         return
     rest = text[len(out):].split()
     if rest: assert count(text[:text.index(rest[0], len(out)) + len(rest[0])]) > limit
-
-
-def test_the_cut_is_per_passage_and_leaves_titles():
-    assert SearchTool(BM, 3, 2).run(['fox']) == 'Doc 1 (Title: "Title 0") red fox\nDoc 2 (Title: "Title 1") grey fox'
-    assert SearchTool(BM, 1, 8, count_tokens=len).run(['red']) == 'Doc 1 (Title: "Title 0") red fox'
 
 
 def test_a_malformed_call_is_told_and_does_not_reach_the_retriever():
@@ -108,10 +106,14 @@ def test_a_failing_batch_and_its_single_calls_share_one_time_limit():
     assert [r for _, r in out] == [Result.OK, Result.ERROR, Result.TIMEOUT, Result.TIMEOUT]
 
 
-def test_the_door():
+def test_the_doors():
     for bad in (dict(k=0), dict(k=None), dict(max_tokens=0), dict(max_tokens='9'), dict(seconds=0), dict(seconds=-1)):
         with pytest.raises(ValueError, match=next(iter(bad))): SearchTool(BM, **{'k': 1, 'max_tokens': 9, **bad})
+    for bad in (dict(seconds=0), dict(memory_mb=-1), dict(output_chars=0), dict(searches=0), dict(workers='2')):
+        with pytest.raises(ValueError, match=next(iter(bad))): PythonTool(**bad)
     with pytest.raises(TypeError, match='search'): SearchTool(CORPUS, 1, 9)
+    with pytest.raises(TypeError, match='SearchTool'): PythonTool(search=BM)
+    for code in (None, 3, ['print(1)']): assert PYTHON.call([code])[0][1] is Result.MALFORMED
 
 
 # ---- programs ----
@@ -175,6 +177,7 @@ def test_programs_that_work():
                        ('s = search\nprint([s(q) for q in "ab"])', "['found a', 'found b']"),
                        ('import sys\nprint("log", file=sys.stderr)\nprint("out")', 'out')):
         assert PATIENT.call([code]) == [(text, Result.OK)], code
+    assert PATIENT.run('secret = 1') == 'No output.' and PATIENT.run('print(secret)').startswith('Error: NameError')
 
 
 @given(st.text(max_size=200))
@@ -182,10 +185,6 @@ def test_programs_that_work():
 def test_any_text_is_an_observation(code):
     text, result = PATIENT.call([code])[0]
     assert (result is Result.OK) != text.startswith('Error: ') and isinstance(result, Result)
-
-
-def test_a_program_leaves_nothing_to_the_next():
-    assert PATIENT.run('secret = 1') == 'No output.' and PATIENT.run('print(secret)').startswith('Error: NameError')
 
 
 @pytest.mark.parametrize('search, said, result', [
@@ -294,13 +293,3 @@ print(os.waitstatus_to_exitcode(os.wait()[1]), tool.run('print(2)'))
 def test_a_forked_process_is_refused_and_does_not_hang():
     done = subprocess.run([sys.executable, '-c', FORKED], capture_output=True, text=True)
     assert done.stdout == '7 2\n', done.stderr
-
-
-def test_the_limits_of_programs():
-    for bad in (dict(seconds=0), dict(memory_mb=-1), dict(output_chars=0), dict(searches=0), dict(workers='2')):
-        with pytest.raises(ValueError, match=next(iter(bad))): PythonTool(**bad)
-
-
-def test_what_a_search_may_be():
-    with pytest.raises(TypeError, match='SearchTool'): PythonTool(search=BM)
-    for code in (None, 3, ['print(1)']): assert PYTHON.call([code])[0][1] is Result.MALFORMED

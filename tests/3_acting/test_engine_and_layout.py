@@ -119,12 +119,6 @@ def test_in_double_precision_the_cache_is_exact(base):
         torch.testing.assert_close(plain(model, t), recorded(t), atol=1e-5, rtol=0)
 
 
-def test_the_learner_reads_what_the_engine_sampled(base, groups):
-    base[0].set_attn_implementation('sdpa')
-    layout = pack(groups)
-    same_logps(Learner(base[0], optimiser=Optimiser(row_tokens=256)).evaluate(layout).logp, layout.logps)
-
-
 def test_logps_are_those_of_the_tempered_distribution(base, play):
     groups = play(sampling=dataclasses.replace(SAMPLING, temperature=TEMPERATURE))
     for t in trajectories(groups): same_logps(plain(base[0], t, TEMPERATURE), recorded(t))

@@ -117,14 +117,6 @@ def test_additions_switched_off_are_a_second_model(tmp_path, monkeypatch):
 
 
 @needs_peft
-def test_a_policy_with_additions_teaches_itself():
-    layout, golds = pack([example_group()]), [[AnswerTemplate((3, 4, 5), 1, 3)]] * 3
-    learner = Learner(adapted(0, 100), frozen=FrozenModels(teacher_every=2))
-    seen = learner.evaluate(layout, Needs(gold=Golds(), teacher=Golds()), {'gold': golds, 'teacher': golds})
-    torch.testing.assert_close(seen.teacher_logp, seen.gold_logp, atol=1e-5, rtol=0, equal_nan=True)
-
-
-@needs_peft
 def test_what_changes_the_weights_beside_it_needs_a_second_model():
     "PiSSA puts a part of the weights into the additions, so that the rest is not the base."
     pieces = [make_config({**SHORT, 'lora': {'r': 4, **more}}) for more in ({}, {'init_lora_weights': 'pissa'})]
@@ -322,13 +314,6 @@ def test_a_second_learner_of_the_same_weights_learns_too():
     again, moved_again = stepped(policy, 2)
     assert moved > .2 and moved_again > .2
     assert all(m.grad is None for _, m in first.backend.masters.copies)          # what is another's it did not take
-
-
-def test_weights_in_float32_are_their_own_masters():
-    learner = Learner(model(0, 100))
-    assert not learner.backend.masters.copies
-    held = [p for g in learner.backend.adamw.param_groups for p in g['params']]
-    assert {id(p) for p in held} == {id(p) for p in learner.scorer.parameters()}
 
 
 def test_a_strangers_checkpoint_runs_nothing(tmp_path):
