@@ -120,8 +120,6 @@ class SGD(PlainBackend):
     def make_optimiser(self, groups, optimiser): return torch.optim.SGD(groups, lr=optimiser.learning_rate)
 
 
-# ---- pairs ----
-
 def pairs():
     """Every pair of parts of which one asks something of the other, with a turn reward where the rule asks for one. Of
     the losses GSPO's alone minds whether credit differs from turn to turn."""
@@ -176,8 +174,6 @@ def in_parts(group):
     question = dataclasses.replace(group.question, meta={**group.question.meta, 'form': 'parts'})
     return Group(question, [dataclasses.replace(t, question=question) for t in group.trajectories])
 
-
-# ---- rows ----
 
 def two_turns(groups):
     "The first and the last turn of every rollout."
@@ -264,26 +260,6 @@ def test_gspo_is_grpo_until_the_policy_moves(world):
     assert (gspo - grpo).norm() > 1e-3 * grpo.norm()
 
 
-@pytest.mark.parametrize('average', ['token-mean', 'sequence-mean-token-mean'])
-def test_vspo_by_weights_is_vspo_by_copies(world, average):
-    """One row with ω times its advantage, averaged over the batch's places, is the batch in which a group stands N
-    times with ω/N each."""
-    groups = games(world)
-    method = compose(Row('tried', 'outcome/group/value', None, options={'smoothing': 3}, average=average))
-    _, _, moved, _ = a_step(world, method, groups=groups)
-    rewards = method.text_rewards(groups)['outcome'].view(6, 4)
-    weights, counts = vspo_weights(rewards, alpha=3, generator=torch.Generator().manual_seed(0))
-    assert (counts == 0).any() and int(counts.max()) > 1
-    learner = Learner(copy.deepcopy(world[0]), Loss(average=average), AT_ONCE, backend=SGD())
-    before = {n: w.clone() for n, w in learner.weights().items()}
-    plain = assign(METHODS['grpo'], groups, look=lambda layout, asks: None)
-    # dropped groups have ω = 0 and stay in the denominator
-    omega = weights.repeat_interleave(4)[:, None]
-    weighted = dataclasses.replace(plain.credit, advantages=plain.credit.advantages * omega)
-    learner.step(plain.layout, None, weighted)
-    torch.testing.assert_close(moved, change(before, learner), atol=1e-6, rtol=1e-4)
-
-
 @pytest.mark.parametrize('average', ['token-mean', 'token-sum'])
 def test_vspo_counts_the_kl_of_a_kept_row_once(world, average):
     """ω is a statement about advantages: with a KL term the step is the step without it and that of the KL alone, in
@@ -330,6 +306,8 @@ def test_a_method_needs_what_its_parts_look_at():
     assert needs('tips') == Needs(teacher=Golds(), values=True) and needs('dapo', draws=2) == Needs(rounds=2)
     assert needs('igpo', schema='igpo').golds['gold'].schema == 'igpo' and needs('vine').plays == 4
     assert needs('tips', terminal='teacher').ends and not needs('tips-hmax').ends
+    assert needs('igpo', golds=3).gold.most == 3 and needs('tips', golds=2).teacher.most == 2
+    with pytest.raises(ValueError, match='golds'): needs('igpo', golds=0)
     with pytest.raises(ValueError, match='scored'): needs('outcome+shaping+record/turns', **{'shaping.schema': 'bare'})
 
 
@@ -342,8 +320,6 @@ def test_parts_log_what_they_measured(world):
     assert logged == {'alpha': .3, 'mean_abs_shaping': pytest.approx(size)} and size > 0
     assert METHODS['tspo'].metrics(batch) == {} and set(logged) == set(REWARDS['shaping'].logs)
 
-
-# ---- what goes together is read off the parts ----
 
 @pytest.fixture
 def tomorrow(monkeypatch):
@@ -380,8 +356,6 @@ def test_a_new_rule_is_refused_by_what_it_says_of_itself(tomorrow, monkeypatch):
     tomorrow()
     assert 'tomorrow would do nothing' in refusal(('outcome',), 'tomorrow', 'all', 'gspo')
 
-
-# ---- steps of a run ----
 
 def a_run(world, folder, method, **changes):
     "A run of a method in a small world, from the small base, without a test set."
@@ -488,20 +462,15 @@ def test_a_teacher_with_the_policys_words_is_let_in(root, monkeypatch, tmp_path)
     assert "'<more>', is no token at all" in other_words(base, more)
 
 
-def test_igpo_pays_the_penalty_for_a_turn_without_reasoning(world):
+def test_igpo_pays_the_penalty_for_a_turn_without_reasoning():
     "In a run the protocol's reasoning tag is known; what broke is the outcome, and nothing else changes."
-    groups = games(world)
-    method = METHODS['igpo'].bind({}, Facts(tags=('think', 'tool_call', 'answer')))
-    whole = method.text_rewards(groups)['outcome']
-    i = int((whole > 0).nonzero()[0])
-    flat = [t for g in groups for t in g.trajectories]
-    first = flat[i].turns[0]
-    mute = dataclasses.replace(first, action_text=first.action_text.replace('</think>', ''))
-    flat[i] = dataclasses.replace(flat[i], turns=[mute, *flat[i].turns[1:]])
-    broken = [Group(g.question, flat[4 * b:4 * b + 4]) for b, g in enumerate(groups)]
-    outcome = method.text_rewards(broken)['outcome']
-    assert outcome[i] == -1 and whole[i] > 0 and (outcome == whole).sum() == len(flat) - 1
-    assert method.text_rewards(broken)['right'][i] == 1                              # right, whatever it pays
+    group, method = example_group(), METHODS['igpo'].bind({}, Facts(tags=('think', 'tool_call', 'answer')))
+    first, *others = group.trajectories
+    mute = dataclasses.replace(first.turns[0], action_text=first.turns[0].action_text.replace('</think>', ''))
+    broken = Group(group.question, [dataclasses.replace(first, turns=[mute, *first.turns[1:]]), *others])
+    whole, found = method.text_rewards([group]), method.text_rewards([broken])
+    assert whole['outcome'].tolist() == [1, 0, 0] and found['outcome'].tolist() == [-1, 0, 0]
+    assert found['right'][0] == 1                                                    # right, whatever it pays
 
 
 @pytest.mark.parametrize('lam', [.5, 1.])

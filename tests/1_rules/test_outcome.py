@@ -2,14 +2,11 @@
 import dataclasses
 
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 from credit_rl.groups import index_groups
 from credit_rl.outcome import broke_format, extract_answer, outcome_rewards
 from credit_rl.trajectory import Group, Result, Stop, Trajectory, Turn, example_group
-
-settings.register_profile('credit', deadline=None, max_examples=40)
-settings.load_profile('credit')
 
 
 nested = st.recursive(st.text('ab 1\\', max_size=3).map(lambda s: s.replace('\\', '\\\\')),

@@ -3,14 +3,12 @@ import dataclasses, math
 
 import pandas as pd
 import pytest, torch
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 from torch.testing import assert_close
 
 from credit_rl.potentials import (AlphaController, MODEL_SHAPES, REWARD_BANDS, answer_potential, bridge, history_max,
                                   mean_abs_reward, shaping_rewards)
 
-settings.register_profile('potentials', deadline=None, max_examples=40)
-settings.load_profile('potentials')
 NAN = math.nan
 logps = st.floats(-30, 0, width=32)
 
@@ -30,8 +28,6 @@ def own(x, mask):
     more = x.shape[1] - mask.shape[1]
     return [row[:int(m.sum()) + more].tolist() for row, m in zip(x, mask)]
 
-
-# ---------------------------------------------------------------- the potential
 
 @given(st.lists(st.lists(logps, min_size=3, max_size=3), min_size=1, max_size=4), st.permutations([0, 1, 2]),
        st.integers(1, 3))
@@ -68,8 +64,6 @@ def test_the_potential_refuses():
     assert_close(answer_potential(torch.tensor([[1e-6]])), torch.tensor([1e-6]))      # rounding is no probability
 
 
-# ---------------------------------------------------------------- bridging
-
 @given(states())
 def test_bridging_is_filling_forward(batch):
     phi, mask = batch
@@ -90,8 +84,6 @@ def test_bridging_refuses():
         for rule in (bridge, lambda *given: shaping_rewards(*given, 0.1), history_max):
             with pytest.raises(ValueError): rule(x, mask)
 
-
-# ---------------------------------------------------------------- shaping
 
 @given(states(), st.floats(0, 2))
 def test_shaping_sums_to_the_potential_of_the_prompt(batch, alpha):
@@ -148,8 +140,6 @@ def test_history_max_is_the_record_so_far(batch):
         assert got == pytest.approx(expected + [0.0], abs=1e-9)
 
 
-# ---------------------------------------------------------------- α
-
 def test_the_refund_is_not_what_alpha_is_sized_by():
     """Appendix D's pilot and band are about what a search earns. The last turn's refund −αΦ(S_{K−1}) is left out, in
     trajectories of any length, unless it is asked for; where nothing comes before the last turn nothing is measured."""
@@ -182,8 +172,6 @@ def test_the_controller_ignores_what_was_not_measured_and_refuses_nonsense():
     for bad in (dict(low=0.3, high=0.05), dict(low=0.0), dict(alpha=0.0), dict(alpha=11.0), dict(decay=1.0)):
         with pytest.raises(ValueError): AlphaController(**bad)
 
-
-# ---------------------------------------------------------------- cost
 
 def test_dense_parameters_are_those_of_the_real_architectures():
     "The matrices of transformers' own models, built without memory."

@@ -29,28 +29,19 @@ def small(kind, tokenizer, **more):
 
 @pytest.fixture(scope='module')
 def folder(tmp_path_factory):
-    "A small Bert that was taught to tell whether a text ends with an answer."
-    texts = [text for t in GROUP.trajectories for text in process_texts(t)]
-    path, tokenizer = tmp_path_factory.mktemp('prm'), byte_tokenizer(texts=texts, merges=300)
-    model = small(BertForSequenceClassification, tokenizer, id2label={0: 'bad', 1: 'good'},
-                  label2id={'bad': 0, 'good': 1})
-    good = torch.tensor([int(text.endswith('</answer>')) for text in texts])
-    given = tokenizer(texts, return_tensors='pt', padding=True)
-    optimiser = torch.optim.AdamW(model.parameters(), 1e-2)
-    model.train(False)
-    for _ in range(80):
-        loss = model(given['input_ids'], attention_mask=given['attention_mask'], labels=good).loss
-        optimiser.zero_grad(); loss.backward(); optimiser.step()
-    model.save_pretrained(path); tokenizer.save_pretrained(path)
+    "A small random Bert that tells bad from good."
+    path, tokenizer = tmp_path_factory.mktemp('prm'), byte_tokenizer()
+    names = {'id2label': {0: 'bad', 1: 'good'}, 'label2id': {'bad': 0, 'good': 1}}
+    for part in (small(BertForSequenceClassification, tokenizer, **names), tokenizer): part.save_pretrained(path)
     return path
 
 
-def test_a_taught_classifier_pays_the_turns_that_it_was_taught(folder):
+def test_a_classifier_pays_each_turn(folder):
     method = compose('outcome+prm/turns').bind({'prm': {'model': str(folder), 'label': 'good'}})
     batch = assign(method, [GROUP], lambda layout, asks: None)
     scores = process_scores([GROUP], make_scorer({'model': str(folder), 'label': 'good'}))
     assert_close(batch.rewards['turns'], scores)
-    assert (scores[:, 3] > .8).all() and (scores[:, :3] < .2).all()
+    assert scores.shape == (3, 4) and scores.std() > 0 and (0 < scores).all() and (scores < 1).all()
     logged = method.metrics(batch)
     assert logged['prm_texts'] >= 12 and logged['prm_failures'] == logged['prm_cut'] == 0
     summed = compose('outcome+prm/group').bind({'prm': method.options['prm']})
@@ -58,22 +49,17 @@ def test_a_taught_classifier_pays_the_turns_that_it_was_taught(folder):
     assert_close(found, scores / 4)                                   # a rule that sums takes the mean over turns
 
 
-@pytest.mark.parametrize('kind', [BertForSequenceClassification, LlamaForSequenceClassification])
-def test_scores_are_the_models_own_and_batches_change_nothing(tmp_path, kind):
+@pytest.mark.parametrize('labels', [3, 1])
+def test_scores_are_the_models_own_and_batches_change_nothing(tmp_path, labels):
+    "A softmax over labels; a model with one output gives its sigmoid. Llama's is read at a text's last token."
     tokenizer = byte_tokenizer()
-    model = small(kind, tokenizer, num_labels=3).eval()
+    model = small(LlamaForSequenceClassification, tokenizer, num_labels=labels).eval()
     model.save_pretrained(tmp_path); tokenizer.save_pretrained(tmp_path)
     texts = ['a', 'abc ' * 9, 'ä', 'one two three']
-    own = [model(tokenizer(text, return_tensors='pt').input_ids).logits.softmax(1)[0, 1].item() for text in texts]
-    for batch in (1, 3): assert_close(ClassifierScorer(tmp_path, label=1, batch=batch).score(texts), own)
-
-
-def test_a_model_with_one_output_gives_its_sigmoid(tmp_path):
-    tokenizer = byte_tokenizer()
-    model = small(LlamaForSequenceClassification, tokenizer, num_labels=1).eval()
-    model.save_pretrained(tmp_path); tokenizer.save_pretrained(tmp_path)
-    own = model(tokenizer('abc', return_tensors='pt').input_ids).logits[0, 0].sigmoid().item()
-    assert ClassifierScorer(tmp_path).score(['abc']) == [pytest.approx(own)]
+    logits = torch.cat([model(tokenizer(text, return_tensors='pt').input_ids).logits for text in texts])
+    own = (logits.softmax(1)[:, 1] if labels == 3 else logits.sigmoid()[:, 0]).tolist()
+    which = {'label': 1} if labels == 3 else {}
+    for batch in (1, 3): assert_close(ClassifierScorer(tmp_path, batch=batch, **which).score(texts), own)
 
 
 def test_a_long_text_keeps_its_end_and_is_counted(folder):
@@ -95,8 +81,6 @@ def test_what_is_no_classifier_is_refused(tmp_path, folder):
         with pytest.raises(ValueError, match=said): check_scorer(wrong)
         with pytest.raises(ValueError, match=said): compose('outcome+prm/turns').bind({'prm': wrong})
 
-
-# ---- behind a server ----
 
 @pytest.fixture
 def server():

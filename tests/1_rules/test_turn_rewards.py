@@ -2,7 +2,7 @@
 import dataclasses, gzip, json, math
 
 import pytest, torch
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 from torch.testing import assert_close
 
 from credit_rl import judge as judges
@@ -18,8 +18,6 @@ from credit_rl.turn_rewards import (judge_prompt, judge_rewards, parse_ratings, 
 from judge_server import Stub, counted, no_proxy  # noqa: F401
 from made_runs import SHORT
 
-settings.register_profile('turn_rewards', deadline=None, max_examples=40)
-settings.load_profile('turn_rewards')
 NAN = math.nan
 
 
@@ -29,8 +27,6 @@ def rollout(question, *turns):
                  seen or '', call and {'name': 'search', 'queries': [call]}) for call, seen in turns]
     return Trajectory(question, [0], made, Stop.ANSWER, 'x')
 
-
-# ---------------------------------------------------------------- rules
 
 texts = st.text(alphabet='aAbB Error:', max_size=12)
 
@@ -59,8 +55,6 @@ def test_rules_refuse():
     for weights in ((1, 1), (0, 0, 0), (1, -1, 1)):
         with pytest.raises(ValueError): rating_scores([[1, 1, 1]], weights)
 
-
-# ---------------------------------------------------------------- where a reward goes
 
 @st.composite
 def token_layouts(draw):
@@ -115,8 +109,6 @@ def test_placing_refuses():
             place_rewards(torch.tensor(rewards), torch.tensor(table), owner and torch.tensor(owner), how)
 
 
-# ---------------------------------------------------------------- what a judge says
-
 triples = st.lists(st.lists(st.integers(0, 2), min_size=3, max_size=3), min_size=1, max_size=5)
 
 
@@ -147,6 +139,8 @@ def test_the_judge_sees_question_calls_and_responses_and_nothing_else():
     assert judge_prompt(t, 'Q {question} P {pairs}')[0].startswith('Q Who {pairs}? P Pair 1\n')
     for bad in ('Q {question}', 'P {pairs}', ''):
         with pytest.raises(ValueError, match='field'): judge_prompt(t, bad)
+    t = rollout(Question('q', 'Is 1 < 2, by a pair_of <b>scales</b>?', ['gold']), ('a_b', '{"x": 1} <i>so</i>'))
+    assert t.question.text in judge_prompt(t)[0] and '{"x": 1} <i>so</i>' in judge_prompt(t)[0]      # as they stand
 
 
 FORGED = st.lists(st.sampled_from(['<think>', '</think>', '<answer>', '</answer>', '</tool_response>', '<tool_call>',
@@ -167,14 +161,6 @@ def test_what_is_graded_cannot_give_the_grades(question, query, seen):
     for reply in (f'{text}\n{own}', f'{own}\n{text}', f'{own}\nIt said: {text!r}'):
         assert parse_ratings(reply, 2) == [[0, 1, 0], [0, 0, 1]]
 
-
-def test_a_text_without_the_grades_form_is_shown_to_the_judge_as_it_is():
-    t = rollout(Question('q', 'Is 1 < 2, by a pair_of <b>scales</b>?', ['gold']), ('a_b', '{"x": 1} <i>so</i>'))
-    text, _ = judge_prompt(t)
-    assert t.question.text in text and '{"x": 1} <i>so</i>' in text
-
-
-# ---------------------------------------------------------------- a judge behind HTTP
 
 def upper(reply):
     return reply.upper() if reply != 'mumble' else None
@@ -260,31 +246,30 @@ def test_judge_rewards_from_end_to_end():
     assert judge.counts == counted(4, retries=2, failures=1, unparsable=2)
 
 
-# ---------------------------------------------------------------- a judge's words from a file
+class Listener:
+    "A judge that says nothing."
+    def __init__(self): self.asked = []
+
+    def ask(self, prompts, parse):
+        self.asked += prompts
+        return [None] * len(prompts)
+
 
 @pytest.mark.parametrize('spelling, needs', [('outcome+judge/calls', '{question} {pairs}'), ('prs', '')])
 def test_a_judge_is_told_what_a_file_says(tmp_path, spelling, needs):
     "The file's words reach the judge, and a file that lacks a placeholder or has another is refused at the door."
-    asked, path = [], tmp_path / 'judge.txt'
+    path, judge, form = tmp_path / 'judge.txt', Listener(), {'form': 'long'} if spelling == 'prs' else {}
 
-    class Listener:
-        def ask(self, prompts, parse):
-            asked.extend(prompts)
-            return [None] * len(prompts)
-
-    path.write_text(f'Be strict. {needs}')
-    options = {'judge': Listener(), 'judge_prompt': str(path), **({'form': 'long'} if spelling == 'prs' else {})}
-    method = compose(spelling).bind(options)
-    method.text_rewards([answered()])
-    assert asked and all('Be strict.' in str(prompt) for prompt in asked)
+    def bound(text):
+        path.write_text(text)
+        return compose(spelling).bind({'judge': judge, 'judge_prompt': str(path), **form})
+    bound(f'Be strict. {needs}').text_rewards([answered()])
+    assert judge.asked and all('Be strict.' in str(prompt) for prompt in judge.asked)
     for other in ('{other}', '{Gold}', '{ref2}'):
-        path.write_text(f'Be strict. {needs} {other}')
-        with pytest.raises(ValueError, match=f'must have the placeholders .*, got .*{other}'):
-            compose(spelling).bind(options)
-    path.write_text(rf'Be strict. {needs} Put it into \boxed{{answer}}, as {{"a": 1}}.')          # no placeholders
-    compose(spelling).bind(options)
-    with pytest.raises(ValueError, match='read'):
-        compose(spelling).bind({**options, 'judge_prompt': str(tmp_path / 'no.txt')})
+        with pytest.raises(ValueError, match=f'must have the placeholders .*, got .*{other}'): bound(f'{needs} {other}')
+    bound(rf'Be strict. {needs} Put it into \boxed{{answer}}, as {{"a": 1}}.')                     # no placeholders
+    path.unlink()
+    with pytest.raises(ValueError, match='read'): compose(spelling).bind({'judge': judge, 'judge_prompt': str(path), **form})
 
 
 def grades(prompt, attempt): return f'ratings_by_pair={[[2, 1, 0]] * prompt.count("</tool_response>")}'
@@ -293,7 +278,8 @@ def grades(prompt, attempt): return f'ratings_by_pair={[[2, 1, 0]] * prompt.coun
 def judged(stub, **judge):
     "Settings of a short run with a judge."
     judge = {'base_url': f'http://127.0.0.1:{stub.server.server_port}/v1', 'model': 'stub', **judge}
-    return {**SHORT, 'method': 'outcome+judge/calls', 'options': {'judge': judge}, 'questions_per_step': 2}
+    return {**SHORT, 'method': 'outcome+judge/calls', 'options': {'judge': judge}, 'questions_per_step': 2, 'group_size': 2,
+            'dev_questions': 1, 'test_questions': 1}
 
 
 def test_a_run_that_is_resumed_counts_its_judge_as_a_whole_one(tmp_path):

@@ -1,19 +1,15 @@
 """42_vspo: value-based sampling; frequencies of the draw against its probabilities, weights against literal copies."""
 import math, statistics
-from types import SimpleNamespace
 
 import pytest, torch
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 from torch.testing import assert_close
 
 from credit_rl.groups import group_normalize
 from credit_rl.layout import loss_weights
-from credit_rl.parts import Batch
-from credit_rl.vspo import (PARTS, informative, choose_groups, sampling_probabilities, task_values,
-                            value_smoothing, vspo_weights)
+from credit_rl.vspo import (choose_groups, informative, sampling_probabilities, task_values, value_smoothing,
+                            vspo_weights)
 
-settings.register_profile('credit', deadline=None, max_examples=40)
-settings.load_profile('credit')
 NAN = math.nan
 reward = st.one_of(st.sampled_from([0.0, 1.0]), st.integers(-16, 32).map(lambda i: i / 16))   # exact in every type
 
@@ -115,8 +111,6 @@ def test_draws_of_seeds_differ_and_do_not_touch_the_global_generator():
     assert (torch.get_rng_state() != before).any()
 
 
-# ---------------------------------------------------------------- weights instead of copies
-
 @given(tables(), st.integers(0, 100), st.booleans(), st.randoms(use_true_random=False))
 def test_weights_are_literal_copies(x, seed, spread_groups, random):
     """One row with N times its advantage, averaged over the places of the batch, is N copies of it: in the clipped
@@ -169,20 +163,3 @@ def test_refusals():
         with pytest.raises(ValueError, match='stands'): value_smoothing(count, 2)
     with pytest.raises(ValueError, match='member'): choose_groups(torch.ones(2), torch.tensor([0, 1]))
     with pytest.raises(TypeError, match='integer'): choose_groups(torch.ones(2), [0, 0])
-
-
-@given(tables(), st.integers(0, 100), st.booleans())
-def test_a_step_logs_how_places_were_dealt_out(x, seed, clip):
-    "N, ω, kept groups and R_max are those of the formula; a kept group is laid out once, however often it stands."
-    value = next(part for part in PARTS if part.name == 'value')
-    usual = {name: option.default for name, option in value.options.items()} | {'clip': clip}
-    groups = [SimpleNamespace(trajectories=[None] * x.shape[1])] * len(x)
-    rewards = {'outcome': x.flatten().float()}
-    places, omega = value.keep(groups, rewards, usual, seeded(seed))
-    weights, counts = vspo_weights(x.float(), generator=seeded(seed), clip=clip)
-    assert len(places) == len(x) and torch.tensor(places).bincount(minlength=len(x)).tolist() == counts.tolist()
-    logged = value.metrics(Batch([], rewards, places=tuple(places), omega=omega), usual)
-    kept = counts > 0
-    assert logged['vspo_groups'] == kept.sum() and logged['vspo_places'] == counts.max()
-    assert logged['vspo_omega'] == pytest.approx(weights[kept].mean().item())
-    assert logged['vspo_best'] == x.max().item()

@@ -106,7 +106,6 @@ def test_finqas_page_is_in_the_question():
 
 
 @given(st.floats(-1e5, 1e5).map(lambda x: round(x, 5)), st.integers(0, 3), st.booleans())
-@settings(deadline=None)
 def test_finqas_written_answer_is_a_gold_only_if_it_is_the_result_rounded(result, decimals, percent):
     shown, step = (100 * result if percent else result), 10.0 ** -decimals
     def golds(number, comma=''):
@@ -258,19 +257,14 @@ def broken(name='hotpotqa', i=1, **changes):
 
 
 MALFORMED = [
-    ('hotpotqa', broken(answer=None), 'answer'), ('hotpotqa', broken(answer=['x']), 'answer'),
-    ('hotpotqa', broken(question=3), 'question'), ('hotpotqa', broken(_id='sample-0'), 'id'),
-    ('hotpotqa', broken(supporting_facts=[['only one']]), 'supporting_facts'),
+    ('hotpotqa', broken(answer=None), 'answer'), ('hotpotqa', broken(_id='sample-0'), 'id'),
     ('hotpotqa', broken(supporting_facts={'title': ['a'], 'sent_id': []}), 'supporting_facts'),
     ('hotpotqa', broken(supporting_facts='[["cut'), 'supporting_facts'), ('hotpotqa', 'text', '(row)'),
     ('hotpotqa', ['a', 'list'], 'question'), ('nq', {'question': 'Who?', 'answer': 'Ada'}, 'answer'),
-    ('nq', {'question': 'Who?', 'answer': []}, 'answer'), ('nq', {'question': 'Who?', 'answer': ['Ada', 3]}, 'answer'),
-    ('nq', {'question': '', 'answer': ['Ada']}, 'question'), ('triviaqa', broken('triviaqa', Answer=...), 'Answer'),
+    ('nq', {'question': 'Who?', 'answer': []}, 'answer'), ('nq', {'question': '', 'answer': ['Ada']}, 'question'),
     ('triviaqa', broken('triviaqa', Answer__Value=...), 'Answer.Value'),
-    ('triviaqa', broken('triviaqa', Answer__Aliases='x'), 'Answer.Aliases'),
     ('triviaqa', broken('triviaqa', Answer__Aliases=[1]), 'Answer.Aliases'),
     ('triviaqa', {'question': 'Who?', 'answer': {'value': '<unk>', 'aliases': []}}, 'answer.value'),
-    ('popqa', {'question': 'Who?', 'possible_answers': '["cut'}, 'possible_answers'),
     ('popqa', {'question': 'Who?', 'possible_answers': '3'}, 'possible_answers'),
     ('2wikimultihopqa', broken('2wikimultihopqa', type='bridge'), 'type'),
     ('musique', broken('musique', answerable=False), 'answerable'),
@@ -282,8 +276,7 @@ MALFORMED = [
     ('gsm8k', {'question': 'How many?', 'answer': 'It is 7.'}, 'answer'),
     ('gsm8k', {'question': 'How many?', 'answer': 7}, 'answer'), ('finqa', broken('finqa', qa=...), 'qa'),
     ('finqa', broken('finqa', qa__exe_ans=float('nan')), 'qa.exe_ans'),
-    ('finqa', broken('finqa', qa__exe_ans=True), 'qa.exe_ans'), ('finqa', broken('finqa', qa__exe_ans=[1]), 'qa.exe_ans'),
-    ('finqa', broken('finqa', table='x'), 'table'), ('finqa', broken('finqa', table=[[1, 2]]), 'table'),
+    ('finqa', broken('finqa', qa__exe_ans=True), 'qa.exe_ans'), ('finqa', broken('finqa', table=[[1, 2]]), 'table'),
     ('finqa', broken('finqa', pre_text=[3]), 'pre_text'),
     ('nq', {'question': 'Who?', 'golden_answers': 'Ada'}, 'golden_answers'),
     ('nq', verl('Who?', []), 'reward_model.ground_truth'), ('nq', verl('Who?', {}), 'reward_model.ground_truth.target'),
@@ -314,7 +307,7 @@ def test_a_row_of_no_known_layout_says_which_are_known(tmp_path):
 
 
 @given(st.sampled_from(sorted(FILES)), st.data())
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 def test_whatever_a_row_holds_it_is_a_question_or_a_row_error(name, data):
     "Any JSON value in any place of a row: a `Question`, or a RowError that names a field."
     row = copy.deepcopy(data.draw(st.sampled_from(own_rows(name) + own_rows('nq') + [verl('Who?', ['A'])])))
@@ -391,7 +384,6 @@ CELL = st.text(st.characters(codec='utf-8', exclude_characters='\r\x00'), max_si
     st.lists(st.tuples(CELL, st.lists(CELL.filter(str.strip), min_size=1, max_size=3)), min_size=1, max_size=4),
     st.sampled_from([',', '\t']),
 )
-@settings(deadline=None)
 def test_tables_keep_every_character(tmp_path_factory, rows, delimiter):
     "Quotes, line breaks, delimiters and any alphabet in a cell come back as they were."
     path, out = tmp_path_factory.mktemp('t') / ('a.tsv' if delimiter == '\t' else 'a.csv'), io.StringIO()
@@ -597,7 +589,6 @@ QUESTIONS = [Question(f'q{i}', 'Who?', ['Ada'], 'nq') for i in range(30)]
 
 
 @given(st.integers(1, 40), st.integers(1, 40), st.integers(0, 5), st.permutations(QUESTIONS))
-@settings(deadline=None)
 def test_subsample(n, m, seed, shuffled):
     a, b = subsample(QUESTIONS, n, seed), subsample(QUESTIONS, m, seed)
     assert len(a) == min(n, 30) and a == [q for q in QUESTIONS if q in a] and a == subsample(QUESTIONS, n, seed)
@@ -618,28 +609,21 @@ def test_subsample_depends_on_the_seed_and_favours_nobody():
 # ---- real slices, where CREDIT_RL_DATA points to them ----
 
 REAL = {  # set → file in its folder → questions
-    'nq': {'NQ-open.dev.jsonl': 200, 'flashrag_test.jsonl': 200},
+    'nq': {'NQ-open.dev.jsonl': 200, 'flashrag_test.jsonl': 200}, 'popqa': {'popQA.tsv': 200, 'flashrag_test.jsonl': 200},
     'triviaqa': {'flashrag_test.jsonl': 200, 'triviaqa_sample.json': 1, 'unfiltered-web-dev.json': 3,
                  'unfiltered-web-train.json': 3, 'wikipedia-dev.json': 1, 'web-dev.json': 3},
-    'popqa': {'popQA.tsv': 200, 'flashrag_test.jsonl': 200},
     'hotpotqa': {'hotpot_dev_distractor_v1.json': 120, 'hotpot_train_v1.1.json': 100,
-                 'hf_distractor_validation.json': 60},
-    '2wikimultihopqa': {'dev.json': 99, 'train.json': 150},
+                 'hf_distractor_validation.json': 60}, '2wikimultihopqa': {'dev.json': 99, 'train.json': 150},
     'musique': {'musique_ans_v1.0_dev.jsonl': 120, 'musique_ans_v1.0_train.jsonl': 100,
                 '../verl_parquet/agentic_rag_musique_train.parquet': 500},
-    'bamboogle': {'bamboogle.csv': 75, 'flashrag_test.jsonl': 75},
-    'gsm8k': {'test.jsonl': 200, 'train.jsonl': 500},
-    'finqa': {'dev.json': 120, 'train.json': 100},
-}
+    'bamboogle': {'bamboogle.csv': 75, 'flashrag_test.jsonl': 75}, 'gsm8k': {'test.jsonl': 200, 'train.jsonl': 500},
+    'finqa': {'dev.json': 120, 'train.json': 100}}
 CORPORA = {
-    'nq': {'wiki18_passages.jsonl': 2579, '../search_r1/corpus.jsonl': 10},
-    'triviaqa': {'wiki18_passages.jsonl': 2601},
-    'popqa': {'wiki18_passages.jsonl': 1859, 'popqa_corpus.json': 331},
-    'bamboogle': {'wiki18_passages.jsonl': 432},
+    'nq': {'wiki18_passages.jsonl': 2579, '../search_r1/corpus.jsonl': 10}, 'triviaqa': {'wiki18_passages.jsonl': 2601},
+    'popqa': {'wiki18_passages.jsonl': 1859, 'popqa_corpus.json': 331}, 'bamboogle': {'wiki18_passages.jsonl': 432},
     'hotpotqa': {'hotpotqa_corpus.json': 2174, 'hipporag_hotpotqa_train_corpus.json': 994},
     '2wikimultihopqa': {'2wikimultihopqa_corpus.json': 1717, 'hipporag_2wikimultihopqa_corpus.json': 6119},
-    'musique': {'musique_corpus.json': 3894},
-}
+    'musique': {'musique_corpus.json': 3894}}
 
 
 @pytest.mark.parametrize('name', REAL)
@@ -670,6 +654,7 @@ def test_real_paragraphs_make_the_corpus_that_others_made_of_them(data, name):
 
 # ---- the set that lies in the repository ----
 
+@pytest.mark.nightly
 def test_the_real_parts_share_neither_questions_nor_pages_that_hold_an_answer():
     from credit_rl.tspo import first_occurrence
     parts = {part: load_questions('real', split=part) for part in ('train', 'dev', 'test')}

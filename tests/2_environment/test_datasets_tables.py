@@ -4,7 +4,7 @@ import io
 import json
 
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 from credit_rl.benchmarks import get_benchmark, read_passages, read_question
 from credit_rl.datasets import load_corpus, load_questions
@@ -94,7 +94,6 @@ TEXT = st.text(st.characters(codec='utf-8'), max_size=30)
 
 
 @given(TEXT.filter(lambda t: '\n' not in t), TEXT, st.text('"', max_size=3))
-@settings(deadline=None)
 def test_contents_come_back(title, text, quotes):
     "Whatever quotes a title has: those that `contents` puts around it are taken off, and no others."
     for name in (title, quotes + title, title + quotes, quotes + title + quotes):

@@ -5,7 +5,7 @@ import unicodedata
 from types import SimpleNamespace
 
 import pytest
-from hypothesis import example, given, settings, strategies as st
+from hypothesis import example, given, strategies as st
 
 from credit_rl import evaluate, readers
 from credit_rl.studies import longform
@@ -30,8 +30,6 @@ from credit_rl.turn_rewards import rule_rewards
 BREAKS = ['\u2028', '\u2029', '\x85', '\x0b', '\x0c', '\x1c']     # str.splitlines cuts at these, JSON lines do not
 BOM = b'\xef\xbb\xbf'
 
-
-# ---- lines ----
 
 def test_lines_end_at_line_feeds_alone(tmp_path):
     path = tmp_path / 'a.jsonl'
@@ -82,8 +80,6 @@ def test_what_is_not_utf_8_is_refused_by_its_name(tmp_path):
             with pytest.raises(ValueError, match=f'{name} cannot be read.*no text in UTF-8'): read(tmp_path / name)
 
 
-# ---- two spellings of a letter, and marks ----
-
 NFD = lambda text: unicodedata.normalize('NFD', text)
 
 
@@ -104,12 +100,9 @@ def test_both_spellings_are_one_word():
 @given(st.text(max_size=30))
 @example('\u037ea')
 @example('e.\u0301')
-@settings(deadline=None)
 def test_normalisation_does_not_depend_on_the_spelling_and_ends(text):
     assert normalize(normalize(text)) == normalize(text) == normalize(NFD(text))
 
-
-# ---- minus ----
 
 MINUS = ['-', '\u2010', '\u2011', '\u2012', '\u2013', '\u2014', '\u2212', '\ufe63', '\uff0d']
 
@@ -125,8 +118,6 @@ def test_a_minus_by_any_of_its_signs():
     for dash in '\u2013\u2014':                                                       # between words it is no minus
         assert parse_number(f'the answer {dash} 12') == (12, False) and parse_number(f'profit{dash}12') == (12, False)
 
-
-# ---- no bounds, no characters ----
 
 ODD = {'half': ('{"id": 1, "text": "a\\ud83d"}', 'half of a surrogate pair'),
        'deep': ('{"id": 1, "text": ' + '[' * 60_000 + ']' * 60_000 + '}', 'nested too deep'),

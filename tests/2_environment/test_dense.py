@@ -47,7 +47,7 @@ def model(tmp_path_factory):
     return folder
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(st.lists(st.text('abc', min_size=1, max_size=6), min_size=1, max_size=12), st.integers(1, 15), st.integers(1, 5))
 def test_search_is_by_the_cosines_that_numpy_gives(texts, k, block):
     corpus = [Passage(str(i), '', t) for i, t in enumerate(texts)]
@@ -112,31 +112,25 @@ def ordered(topics, size, width=24, seed=0):
                         ['x'] * (topics * size))
 
 
-def test_so_many_vectors_are_drawn_as_the_parts_need(monkeypatch):
+def test_so_many_vectors_are_drawn_and_parts_searched_as_there_are_parts(monkeypatch):
     "By hand: 3,000 parts want 39 for each, which is more than 100,000."
-    asked = []
+    vectors, asked = [ordered(20, 40)], []
+    for parts, wanted in ((4, 4), (9, 8), (100, 20), (400, 40)):
+        index = fill_index(vectors, f'IVF{parts},Flat')
+        assert dense._probe(index, None, '') == index.nprobe == wanted
     def train(index, factory, vectors, most):
         asked.append(most)
         index.train(np.concatenate(vectors))
     monkeypatch.setattr(dense, '_train', train)
-    fill_index([ordered(2, 50)], 'IVF3,Flat')
+    fill_index(vectors, 'IVF3,Flat')
     monkeypatch.setattr(dense, '_parts', lambda index: 3000)
-    for more in ({}, {'train': 90}): fill_index([ordered(2, 50)], 'IVF3,Flat', **more)
+    for more in ({}, {'train': 90}): fill_index(vectors, 'IVF3,Flat', **more)
     assert asked == [100_000, 117_000, 90]
 
-
-# ---- how it is searched ----
 
 def by_place(vectors):
     "A model that knows vectors by their places: the text is a number."
     return lambda texts: np.array([vectors[int(t.split()[-1])] for t in texts])
-
-
-def test_the_default_grows_with_the_number_of_parts():
-    vectors = [ordered(20, 40)]
-    for parts, wanted in ((4, 4), (9, 8), (100, 20), (400, 40)):
-        index = fill_index(vectors, f'IVF{parts},Flat')
-        assert dense._probe(index, None, '') == index.nprobe == wanted
 
 
 def test_a_query_is_cut_and_a_passage_is_not(model):
@@ -259,14 +253,11 @@ def test_a_model_is_named_in_the_index_and_found_again(model, tmp_path, capsys):
     rows.write_text(''.join(json.dumps({'id': p.id, 'contents': contents(p)}) + '\n' for p in CORPUS))
     build([str(rows), str(tmp_path / 'index'), '--dense', str(model)])
     assert capsys.readouterr().out.startswith('4 passages in ')
-    dense = open_index(tmp_path / 'index', CORPUS)
-    assert dense.about()['model'] == str(model) and dense.prefixes == ('', '')
-    own = dense.search([contents(p) for p in CORPUS], 2)
-    assert [hits[0].id for hits in own] == [p.id for p in CORPUS]
-    assert np.allclose([hits[0].score for hits in own], 1, atol=1e-5)
-    encode = load_encoder(model)
-    by_hand = unit_vectors(encode, ['grey sea']) @ unit_vectors(encode, [contents(p) for p in CORPUS]).T
-    assert np.allclose([p.score for p in dense.search(['grey sea'], 4)[0]], -np.sort(-by_hand[0]), atol=1e-5)
+    found = open_index(tmp_path / 'index', CORPUS)
+    assert found.about()['model'] == str(model) and found.prefixes == ('', '')
+    by_hand = unit_vectors(load_encoder(model), ['grey sea', *map(contents, CORPUS)])
+    cosines = by_hand[1:] @ by_hand[0]
+    assert np.allclose([p.score for p in found.search(['grey sea'], 4)[0]], -np.sort(-cosines), atol=1e-5)
 
 
 def test_threads_and_http_give_the_same(model):

@@ -215,14 +215,14 @@ def replies(draw):
     return (MATCH if name == 'match' else GROUNDED), before + text, meant
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(replies())
 def test_a_reply_is_read_as_it_was_meant_or_not_at_all(case):
     reader, text, meant = case
     assert read_verdict(text, **reader) in (meant, None)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(st.text('matchismnogrude:/?!,.0 1{}"<>\n', max_size=40))
 def test_any_text_is_read_as_one_of_the_two_or_not_at_all(text):
     assert read_verdict(text, **MATCH) in (0, 1, None) and read_verdict(text, **GROUNDED) in (0, 1, None)

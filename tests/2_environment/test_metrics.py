@@ -15,7 +15,6 @@ GOLDS = st.lists(TEXT, min_size=1, max_size=3)
 METRICS = [exact_match, carl_match, cover_match, f1, short_bleu, numeric_match]
 
 
-@settings(deadline=None)
 @given(TEXT, GOLDS)
 def test_order_and_range(p, golds):
     golds = [g for g in golds if normalize(g)] or ['x']      # others are compared unstripped by exact match and F1 alone
@@ -26,7 +25,6 @@ def test_order_and_range(p, golds):
     assert cover_match(p, golds, whole_words=True) <= cover
 
 
-@settings(deadline=None)
 @given(TEXT, GOLDS, TEXT, st.sampled_from(METRICS))
 def test_another_gold_never_hurts_and_order_does_not_matter(p, golds, extra, metric):
     assert metric(p, golds + [extra]) >= metric(p, golds)
@@ -43,7 +41,7 @@ def test_the_door():
         with pytest.raises(ValueError, match='rel_tol'): numeric_match('1', ['1'], rel_tol)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(TEXT, GOLDS)
 def test_em_and_f1_agree_with_torchmetrics_squad(p, golds):
     squad = pytest.importorskip('torchmetrics.functional.text').squad
@@ -55,7 +53,6 @@ def test_em_and_f1_agree_with_torchmetrics_squad(p, golds):
     assert f1(p, golds) == pytest.approx(out['f1'].item() / 100, abs=1e-6)
 
 
-@settings(deadline=None)
 @given(st.lists(st.sampled_from('uvwxyz'), max_size=7), st.lists(st.sampled_from('uvwxyz'), min_size=1, max_size=7),
        st.booleans())
 def test_short_bleu_agrees_with_nltk(p, g, smooth):
@@ -70,7 +67,6 @@ def test_short_bleu_agrees_with_nltk(p, g, smooth):
     assert short_bleu(' '.join(p), [' '.join(g)], smooth=smooth) == pytest.approx(expected, abs=1e-9)
 
 
-@settings(deadline=None)
 @given(st.floats(-1e6, 1e6).map(lambda x: round(x, 3)))
 def test_a_number_in_any_dress_is_the_same_number(x):
     plain, commas = f'{x:.3f}', f'{x:,.3f}'
@@ -93,7 +89,6 @@ def test_what_is_not_one_number():
         assert parse_number(text) is None
 
 
-@settings(deadline=None)
 @given(st.integers(-999_999, 999_999).filter(bool))
 def test_percent_is_read_either_way_but_only_on_one_side(n):
     x = n / 1000
@@ -104,7 +99,6 @@ def test_percent_is_read_either_way_but_only_on_one_side(n):
 
 
 @given(st.floats(-1e6, 1e6).map(lambda x: round(x, 2)))
-@settings(deadline=None)
 def test_latex_around_a_number_changes_nothing(x):
     plain, commas = f'{x:.2f}', f'{x:,.2f}'
     for text in (f'${plain}$', rf'\({plain}\)', *(commas.replace(',', comma) for comma in ('{,}', r'\,', r'\!')),
@@ -116,7 +110,6 @@ def test_latex_around_a_number_changes_nothing(x):
 
 @given(st.integers(0, 99), st.integers(0, 999), st.integers(1, 999), st.sampled_from(['frac', 'dfrac', 'tfrac']),
        st.sampled_from(['', '-']))
-@settings(deadline=None)
 def test_a_fraction_is_the_number_that_it_is(whole, above, below, name, sign):
     value, factor = above / below, -1 if sign else 1
     assert parse_number(rf'{sign}\{name}{{{above}}}{{{below}}}') == (factor * value, False)
@@ -126,11 +119,8 @@ def test_a_fraction_is_the_number_that_it_is(whole, above, below, name, sign):
     assert numeric_match(rf'\{name}{{{above}}}{{{below}}}', [repr(value)]) == 1
 
 
-# ---- Search-R1's exact match ----
-
 @given(st.lists(st.sampled_from(['<answer>', '</answer>', 'x', ' y\n', 'z<']), max_size=12).map(''.join),
        st.integers(0, 3))
-@settings(deadline=None)
 def test_search_r1_pairs_each_opening_with_the_next_closing_tag(text, prompt_answers):
     pairs, at = [], 0
     # by hand, without a pattern
@@ -149,8 +139,6 @@ def test_search_r1_counts_the_pair_that_the_published_prompt_makes_by_naming_its
     assert search_r1_em('<answer></answer>', ['the'], 0) == 0.0                       # an empty gold matches nothing
     with pytest.raises(ValueError, match='prompt_answers'): search_r1_em(prompt, ['Budapest'], -1)
 
-
-# ---- each benchmark by its own measure ----
 
 def test_benchmark_metric():
     assert benchmark_metric('NQ') is exact_match and benchmark_metric('2wiki') is exact_match
@@ -178,8 +166,6 @@ def test_real_numbers(data, name, split):
     assert hits < len(questions) / 15
 
 
-# ---- numbers are read whole or not at all ----
-
 DRESSES = [str, lambda x: f'It is {x}.', lambda x: f'${x}', lambda x: f'({x})', lambda x: rf'\text{{{x}}}',
            lambda x: f'{x} km', lambda x: f'[{x}]']
 MINUSES = [lambda x, d: d(f'-{x}'), lambda x, d: f'-{d(x)}', lambda x, d: f'\u2212({x})', lambda x, d: f'-$({x})',
@@ -187,7 +173,7 @@ MINUSES = [lambda x, d: d(f'-{x}'), lambda x, d: f'-{d(x)}', lambda x, d: f'\u22
 GOES_ON = ['³', '⁻³', '½', ' ½', '¾', '_000', 'x10', 'x3', '₂', '⅓', 'xff', '²', '_']
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.decimals(0, 9999, places=2) | st.integers(0, 9999), st.sampled_from(DRESSES),
        st.sampled_from([None, *MINUSES]), st.sampled_from([*GOES_ON, *[''] * 9]))
 def test_a_number_is_read_whole_with_its_sign_or_not_at_all(x, dress, minus, more):

@@ -37,8 +37,6 @@ def model(tmp_path_factory):
     return str(folder)
 
 
-# ---- known scores ----
-
 @pytest.fixture(scope='module')
 def tiny():
     "A world, its search, and the facts that the player knows by heart."
@@ -108,8 +106,6 @@ def test_what_was_not_noted_is_lost(tiny):
         for t in played(tiny, name, drops=('founder',)):
             assert (t.answer is None) == ('founder' in t.question.meta['relations'])
 
-
-# ---- by name, through the evaluation ----
 
 @pytest.mark.parametrize('name', ['cot', 'rag', 'ircot', 'search-o1', 'tools-selective'])
 def test_a_baseline_runs_with_search_and_without(name, model, tmp_path):

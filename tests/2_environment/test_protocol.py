@@ -11,7 +11,7 @@ from hypothesis import given, settings, strategies as st
 from credit_rl.engine import ScriptedEngine
 from credit_rl.layout import pack
 from credit_rl.outcome import extract_answer
-from credit_rl.protocol import (Action, find_box, byte_tokenizer, CARL_PROMPTS, Chat, CHATML, check_tokenizer, parse,
+from credit_rl.protocol import (find_box, byte_tokenizer, CARL_PROMPTS, Chat, CHATML, check_tokenizer, parse,
                                 PLAIN, Protocol, PROTOCOLS, read_context)
 from credit_rl.prs import parse_verdict
 from credit_rl.readers import Passage
@@ -80,7 +80,7 @@ LOOSE = st.tuples(
 # ---- what is kept is what the template says ----
 
 @each_template
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(st.sampled_from(TALKING), QUESTIONS, st.lists(st.tuples(CANONICAL, FOREIGN), max_size=3))
 def test_the_kept_ids_are_the_template_of_the_whole_conversation(name, published, protocol, question, said):
     chat = chat_of(name, PROTOCOLS[protocol], published)
@@ -99,7 +99,7 @@ def test_the_kept_ids_are_the_template_of_the_whole_conversation(name, published
 
 
 @each_template
-@settings(deadline=None, max_examples=8)
+@settings(max_examples=8)
 @given(QUESTIONS, st.lists(st.tuples(ACTS, FOREIGN), max_size=3))
 def test_responses_inside_the_assistants_message_only_grow_it(name, published, question, said):
     "Search-R1: one message of the assistant's, in which results stand between blank lines."
@@ -159,7 +159,7 @@ CHATS = {'qwen3 thinking': ('qwen3', dict(protocol=INSIDE)),
 
 
 @pytest.mark.parametrize('name, options', CHATS.values(), ids=CHATS)
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(QUESTIONS, st.lists(st.tuples(CANONICAL | LOOSE, FOREIGN, st.booleans()), min_size=1, max_size=3))
 def test_a_context_is_the_template_of_what_came_before(name, options, question, said):
     "A context continues the last one, and its text is the template's; or it is the template's ids."
@@ -246,19 +246,6 @@ def test_a_turn_may_end_by_eos_by_a_stop_string_or_by_length(name, published, pr
         if chat.end: assert context == whole_ids(chat, t.turns[:i], QUESTION.text)
         assert chat.tokenizer.decode(context) == rendered(chat, t.turns[:i], QUESTION.text)
     assert tape.stop == chat.stop == chat.protocol.stop and tape.released == 1
-
-
-def test_letters_after_a_stop_string_are_kept_but_are_no_part_of_the_action():
-    chat = chat_of('qwen2_5', PROTOCOLS['tiny'])
-    tape = Tape((chat.encode('<tool_call> x </tool_call>).'), 'stop'),
-                (chat.encode('<answer> Rabat </answer>.\n\nI'), 'stop'))
-    (t,) = rollout(tape, Environment(chat, TOOL), [QUESTION])[0].trajectories
-    assert t.turns[0].call['queries'] == ['x'] and t.answer == 'Rabat' and t.turns[1].action_text.endswith('.\n\nI')
-    assert tape.contexts[1] == [*t.prompt_ids, *t.turns[0].action_ids, *t.turns[0].observation_ids]
-    assert chat.parse('<answer> a </answer> and on', 'max_tokens').error
-    assert chat.parse('<answer> a </answer> and on').answer == 'a'
-    # it would have been stopped at the first
-    assert chat.parse('<answer> a </answer> <answer> b </answer>').answer == 'a'
 
 
 def test_the_end_of_turn_token_is_the_familys():
@@ -423,7 +410,7 @@ def control_ids(tokenizer): return {i for i, t in tokenizer.added_tokens_decoder
 
 
 @each_template
-@settings(deadline=None, max_examples=15)
+@settings(max_examples=15)
 @given(st.sampled_from(sorted(PROTOCOLS)), STRANGERS | st.sampled_from(IMITATIONS))
 def test_a_stranger_writes_no_markup_in_any_protocol(name, published, protocol, text):
     "Neither control ids nor tags come of it, and the rest of it is there; the ids are still the template's."
@@ -507,7 +494,6 @@ PIECES = ['<tool_call>', '</tool_call>', '<answer>', '</answer>', '<search>', '<
           '"query": 3', ' ']
 
 
-@settings(deadline=None)
 @given(st.sampled_from(sorted(PROTOCOLS)), st.lists(WORDS | st.sampled_from(PIECES), max_size=8).map(''.join))
 def test_any_text_is_a_call_an_answer_or_an_error(name, text):
     action = parse(PROTOCOLS[name], text)
@@ -522,24 +508,6 @@ def test_a_broken_call_is_an_error_and_no_crash():
     for inside in ('[' * 100000, '{"a":' * 100000, '"', '1e999999', '{"name": ["search"], "arguments": {"query": "x"}}',
                    '{"name": "search", "arguments": {"query_list": ["x", null]}}'):
         assert parse(PROTOCOLS['tips'], f'<tool_call>{inside}</tool_call>').error, inside[:40]
-
-
-def test_the_call_of_each_paper():
-    several, one = '{"name": "search", "arguments": {"query_list": ["a", "b"]}}', '{"query": "a"}'
-    for name, text, wanted in (
-            ('tiny', '<tool_call> a ; b </tool_call>', {'name': 'search', 'queries': ['a', 'b']}),
-            ('search-r1', '<think> a; b </think>\n<search> a; b </search>', {'name': 'search', 'queries': ['a; b']}),
-            ('igpo', '<think>a</think>\n<search>who?</search>\n', {'name': 'search', 'queries': ['who?']}),
-            ('tips', f'<tool_call>\n{several}\n</tool_call>', {'name': 'search', 'queries': ['a', 'b']}),
-            ('tspo', '<tool_call> {"name": "search", "arguments": %s} </tool_call>' % one,
-             {'name': 'search', 'queries': ['a']}),
-            ('prs', '<tool_call>{"name": "wiki_search", "arguments": %s}</tool_call>' % one,
-             {'name': 'wiki_search', 'queries': ['a']}),
-            ('carl', 'I look.\n```python\nprint(search("a"))\n```', {'name': 'python', 'code': 'print(search("a"))\n'})):
-        assert parse(PROTOCOLS[name], text) == Action(call=wanted)
-        answer = r'so \boxed{Budapest}' if name == 'carl' else '<answer> Budapest </answer>'
-        assert parse(PROTOCOLS[name], f'hm {answer}') == Action(answer='Budapest')
-        assert parse(PROTOCOLS[name], 'hm').error
 
 
 def test_tags_and_rules_of_each_paper():

@@ -106,8 +106,6 @@ def test_searches_of_programs_with_one_k_are_one_search():
     assert sorted(asked) == [(1, 1), (2, 2)]
 
 
-# ---- fences ----
-
 CODE = PROTOCOLS['carl']
 
 
@@ -127,8 +125,6 @@ def test_a_message_goes_on_behind_a_fence_that_ends_no_program():
     t = play(['```\n', 'print(6 * 7)\n```\n', '<context>42</context>', r'\boxed{42}'])
     assert t.turns[0].observation_text == '42' and t.turns[0].call['code'] == 'print(6 * 7)\n'
 
-
-# ---- notes ----
 
 PROGRAM = '```python\nprint(6 * 7)\n```\n'
 
@@ -165,8 +161,6 @@ def test_notes_are_read_only_where_they_are_asked_for():
     with pytest.raises(ValueError, match='notes'): Environment(Chat(PROTOCOLS['tips'], TOKENIZER), SEARCH, notes='read')
     with pytest.raises(ValueError, match='notes'): play(['x'], notes='never')
 
-
-# ---- prompts and limits ----
 
 def test_a_set_without_passages_is_not_told_of_a_search():
     how = Conversation('carl', program={'seconds': 1, 'memory_mb': 8, 'searches': 2}, max_tokens=10 ** 6)

@@ -4,7 +4,7 @@ import json
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 from credit_rl import evaluate as evaluating
 from credit_rl.engine import HFEngine, SamplingParams, ScriptedEngine
@@ -64,7 +64,6 @@ PARTS = st.sampled_from(['<answer> a </answer>', '<answer>b</answer>', '<answer>
 MESSAGES = st.lists(PARTS, max_size=6).map(''.join)
 
 
-@settings(deadline=None)
 @given(st.lists(MESSAGES, min_size=4, max_size=4), st.sampled_from(['error', 'end']), st.integers(1, 4))
 def test_the_last_well_formed_answer_of_the_models_messages_counts(says, malformed, turns):
     "As `extract_answer` reads the messages, however the trajectory ended."

@@ -28,7 +28,6 @@ def corpora(draw):
 PARAMETERS = st.tuples(st.sampled_from([0.9, 1.5, 0.1]), st.sampled_from([0.4, 0.75, 0.0, 1.0]))
 
 
-@settings(deadline=None, max_examples=40)
 @given(corpora(), st.lists(QUERY, max_size=4), PARAMETERS, st.sampled_from(VARIANTS))
 def test_scores_are_the_formula_and_bm25s_to_the_bit(corpus, queries, parameters, variant):
     import bm25s
@@ -45,7 +44,6 @@ def test_scores_are_the_formula_and_bm25s_to_the_bit(corpus, queries, parameters
         if q: assert np.array_equal(row, theirs.get_scores(words(q)))
 
 
-@settings(deadline=None, max_examples=40)
 @given(corpora(), st.lists(QUERY, max_size=5), st.integers(1, 40))
 def test_search_is_a_stable_sort_of_the_positive_scores(corpus, queries, k):
     bm25 = BM25(corpus)
@@ -144,9 +142,7 @@ def test_a_damaged_index_is_refused(corpus, tmp_path):
         with pytest.raises(ValueError, match=said): BM25.load(folder)
 
 
-# ---- in shards ----
-
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 @given(corpora(), PARAMETERS, st.sampled_from(VARIANTS), st.integers(1, 6), st.integers(1, 9))
 def test_shards_and_blocks_of_any_size_give_the_index_of_all_at_once(corpus, parameters, variant, shard, most):
     k1, b = parameters

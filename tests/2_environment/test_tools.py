@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 from credit_rl.readers import Passage
 from credit_rl.retrieval import BM25
@@ -41,7 +41,6 @@ def test_one_query_is_a_numbered_list_and_several_are_blocks():
     assert SearchTool(BM, 1, 8, count_tokens=len).run(['red']) == 'Doc 1 (Title: "Title 0") red fox'
 
 
-@settings(deadline=None)
 @given(st.text(alphabet='ab \n\t', max_size=60), st.integers(1, 12), st.sampled_from([count_words, len]))
 def test_a_cut_is_the_longest_beginning_that_fits_of_whole_words_or_into_one_too_long(text, limit, count):
     out = cut(text, limit, count)
@@ -116,8 +115,6 @@ def test_the_doors():
     for code in (None, 3, ['print(1)']): assert PYTHON.call([code])[0][1] is Result.MALFORMED
 
 
-# ---- programs ----
-
 PYTHON = PythonTool(search=lambda query: f'found {query}', seconds=0.5, memory_mb=32, output_chars=300)
 # where another limit is to be met first, on a busy machine too
 PATIENT = PythonTool(search=lambda query: f'found {query}', seconds=30, memory_mb=32, output_chars=300)
@@ -178,13 +175,6 @@ def test_programs_that_work():
                        ('import sys\nprint("log", file=sys.stderr)\nprint("out")', 'out')):
         assert PATIENT.call([code]) == [(text, Result.OK)], code
     assert PATIENT.run('secret = 1') == 'No output.' and PATIENT.run('print(secret)').startswith('Error: NameError')
-
-
-@given(st.text(max_size=200))
-@settings(deadline=None, max_examples=30)
-def test_any_text_is_an_observation(code):
-    text, result = PATIENT.call([code])[0]
-    assert (result is Result.OK) != text.startswith('Error: ') and isinstance(result, Result)
 
 
 @pytest.mark.parametrize('search, said, result', [

@@ -6,9 +6,8 @@ import string
 
 import pytest
 import torch
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
-from credit_rl.tspo import first_turns
 from credit_rl.engine import HFEngine, SamplingParams, ScriptedEngine, draw
 from credit_rl.layout import AVERAGES, loss_weights, pack, take, token_logps
 from credit_rl.learner import FrozenModels, Learner, Optimiser, deal
@@ -18,12 +17,11 @@ from credit_rl.outcome import outcome_rewards
 from credit_rl.protocol import CHATML, PROTOCOLS, Chat, byte_tokenizer
 from credit_rl.rollout import Environment, rollout
 from credit_rl.readers import Passage
-from credit_rl.tiny import tiny_environment, tiny_tokenizer
-from credit_rl.tools import SearchTool, render_plain
+from credit_rl.tiny import tiny_environment
+from credit_rl.tools import SearchTool
 from credit_rl.models import load_model
 from credit_rl.trajectory import Group, Question, Stop, Trajectory, Turn
-from credit_rl.turn_rewards import rule_turn_rewards
-from credit_rl.world import WORDS, make_world
+from credit_rl.world import make_world
 from random_models import small_qwen
 
 SAMPLING = SamplingParams(max_tokens=24)
@@ -41,8 +39,6 @@ def same_logps(a, b):
     assert a.shape == b.shape and gap.max() < 1e-3, f'up to {gap.max():.2g} apart'
     assert (gap > 1e-4).sum() <= max(1, gap.numel() // 100)
 
-
-# ---- a model that plays, and its rollouts ----
 
 @pytest.fixture(scope='module')
 def base(root):
@@ -100,8 +96,6 @@ def plain(model, t, temperature=1.0, **forward):
     return (logits / temperature).log_softmax(-1).gather(-1, ids[own][:, None])[:, 0]
 
 
-# ---- one plain forward gives the sampled log-probabilities ----
-
 @pytest.mark.parametrize('act, read', [('eager', 'sdpa'), ('sdpa', 'eager')])
 def test_a_plain_forward_gives_the_sampled_logps(base, play, act, read):
     flat = trajectories(play(act))
@@ -135,8 +129,6 @@ def test_draws_follow_the_distribution():
     torch.testing.assert_close(frequency, (logits[0] / TEMPERATURE).softmax(-1), atol=2 / n, rtol=0)
 
 
-# ---- who else is there changes nothing ----
-
 COMPANY = {'few rows, small readings': dict(max_rows=5, read_tokens=32), 'sdpa': dict(attention='sdpa')}
 
 
@@ -165,8 +157,6 @@ def test_padding_order_and_company_change_no_logp(base, groups):
     for row, of_all in zip(alone, whole): same_logps(row, of_all[:len(row)])
 
 
-# ---- observations are read, and are no targets ----
-
 @pytest.mark.parametrize('kind', ['ppo', 'gspo'])
 def test_no_gradient_starts_at_an_observation(base, groups, kind):
     "With clipping, KL and entropy: hidden states that predict no action get a gradient of exactly 0."
@@ -187,8 +177,6 @@ def test_no_gradient_starts_at_an_observation(base, groups, kind):
     size = hidden.grad.norm(dim=-1)
     assert (size[~predicts] == 0).all() and (size[predicts] > 0).float().mean() > .9
 
-
-# ---- every id is prompt, action or observation ----
 
 @st.composite
 def random_groups(draw):
@@ -224,7 +212,6 @@ def spelled(t):
     return [row for row in rows if any(what == 'action' for _, what, _, _ in row)]
 
 
-@settings(deadline=None, max_examples=40)
 @given(random_groups())
 def test_each_id_is_prompt_action_or_observation(groups):
     layout, flat = pack(groups), trajectories(groups)
@@ -242,7 +229,6 @@ def test_each_id_is_prompt_action_or_observation(groups):
         assert layout.turn_mask[i].tolist() == [k < len(t.turns) for k in range(layout.turn_mask.shape[1])]
 
 
-@settings(deadline=None, max_examples=40)
 @given(random_groups())
 def test_states_end_where_the_next_turn_has_not_begun(groups):
     "State k ends with the id before turn k's first action, in the row where turn k acted."
@@ -257,7 +243,6 @@ def test_states_end_where_the_next_turn_has_not_begun(groups):
         assert position == layout.lengths[row] - 1                     # by length; the sum of a mask is no position
 
 
-@settings(deadline=None, max_examples=40)
 @given(random_groups(), st.randoms(use_true_random=False))
 def test_taking_some_keeps_everything_about_them(groups, rng):
     layout = pack(groups)
@@ -275,9 +260,6 @@ def test_taking_some_keeps_everything_about_them(groups, rng):
     assert part.trained.sum() == sum((layout.trained[layout.row_trajectory == i]).sum() for i in some)
 
 
-# ---- weights ----
-
-@settings(deadline=None, max_examples=40)
 @given(random_groups(), st.integers(1, 40), st.integers(1, 3), st.sampled_from(AVERAGES))
 def test_micro_batches_and_ranks_add_up(groups, budget, ranks, average):
     "Each trajectory is computed once, all ranks run equally many forwards, and the parts sum to the whole."
@@ -296,8 +278,6 @@ def test_micro_batches_and_ranks_add_up(groups, budget, ranks, average):
         total += (weights[of] * terms[of]).sum().item()
     assert total == pytest.approx((weights * terms).sum().item(), rel=1e-4, abs=1e-5)
 
-
-# ---- traps ----
 
 def sharp_model(vocabulary): return small_qwen(vocabulary, max_position_embeddings=512, initializer_range=.1)
 
@@ -346,35 +326,6 @@ def test_the_prompts_example_is_no_answer():
     groups = rollout(silent, env, [Question('q', 'Capital of China?', ['Beijing'])], 2)
     assert all(t.answer is None and t.stop is Stop.TURN_CAP for t in trajectories(groups))
     assert outcome_rewards(groups).tolist() == [0, 0]
-
-
-@pytest.mark.parametrize('words', [tiny_tokenizer, merging_tokenizer])
-def test_what_was_cut_off_shows_nothing(words):
-    """An observation that does not fit ends where its ids do, after a whole word. A gold behind the cut was never on
-    the model's screen, so t* does not find it (TSPO section 3.2), and no rule pays for it."""
-    class Page:
-        def search(self, queries, k): return [[Passage('0', '', PAGE)] for _ in queries]
-    gold, rest = WORDS[7], WORDS[8]
-    PAGE = f'{WORDS[0]} is {WORDS[1]} of {gold} . {rest} is {WORDS[2]}'
-    chat, question = Chat(PROTOCOLS['tiny'], words()), Question('q', WORDS[0], [gold])
-    call = f'<think> {WORDS[0]} </think> <tool_call> {WORDS[0]} </tool_call>'
-    tool = SearchTool(Page(), k=1, max_tokens=None, render=render_plain)
-    least = len(chat.prompt_ids(question.text)) + len(chat.encode(call))
-
-    def seen(room):
-        env = Environment(chat, tool, max_turns=2, max_tokens=least + room)
-        groups = rollout(ScriptedEngine(lambda text, rng: call, chat.tokenizer), env, [question])
-        return groups, groups[0].trajectories[0].turns[0]
-    whole = len(chat.observation_ids(PAGE))
-    found = {}
-    for room in range(2, whole + 2):
-        groups, turn = seen(room)
-        held, text = chat.tokenizer.decode(turn.observation_ids), turn.observation_text
-        assert PAGE.startswith(text) and text in held and (text in ('', PAGE) or PAGE[len(text)] == ' ')
-        found[room] = first_turns(groups).tolist() == [0]
-        assert found[room] == (gold in text) and (rule_turn_rewards(groups)[0, 0] > .2) == found[room]
-        if not found[room]: assert f' {gold} ' not in held
-    assert not found[2] and found[whole + 1] and sorted(found.values()) == list(found.values())
 
 
 def test_an_observation_is_no_answer():

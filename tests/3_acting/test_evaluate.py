@@ -124,7 +124,7 @@ def test_nine_sets_of_our_own_by_one_command(model, corpus, tmp_path, capsys):
 
 
 @pytest.mark.long
-def test_names_of_the_hub_by_papermill(model, tmp_path, run_python):
+def test_names_of_the_hub(model, tmp_path, run_python):
     "A model and a data set by name: questions, passages and weights come from a (local) hub."
     pytest.importorskip('datasets')
     files = {p.name: p.read_bytes() for p in Path(model).iterdir()}
@@ -133,9 +133,8 @@ def test_names_of_the_hub_by_papermill(model, tmp_path, run_python):
     with Hub({'us/random': ('1' * 40, files), repository: (commit, rows)}) as hub:
         env = {'HF_HOME': str(tmp_path / 'home'), 'HF_ENDPOINT': hub.url, 'HF_HUB_OFFLINE': '0', 'NO_PROXY': '127.0.0.1',
                'CUDA_VISIBLE_DEVICES': ''}
-        run_python('-m', 'papermill', DATA.parent / 'nbs' / '91_evaluate.ipynb', tmp_path / 'out.ipynb', '-p', 'model',
-                   'us/random', '-p', 'data', 'hotpotqa', '-p', 'turn_tokens', '6', '-p', 'run', tmp_path / 'run',
-                   env=env, cwd=tmp_path)
+        run_python('-m', 'credit_rl.evaluate', 'model=us/random', 'data=hotpotqa', 'turn_tokens=6',
+                   f'run={tmp_path / "run"}', env={**env, 'PYTHONPATH': str(DATA.parent)}, cwd=tmp_path)
     manifest = read_manifest(tmp_path / 'run' / 'hotpotqa')
     asked, used = manifest['questions'], manifest['model']
     assert asked['revision'] == f'{repository}@distractor@{commit}' and asked['asked'] == 6
@@ -160,28 +159,10 @@ def researcher(questions):
 
 @pytest.fixture(scope='module')
 def played(model, tmp_path_factory):
-    "A folder of its own files, the settings of an evaluation on them, and its run: (settings, run folder)."
-    here = tmp_path_factory.mktemp('played')
-    shutil.copytree(model, here / 'model')
-    shutil.copy(SAMPLE, here / 'sample.json')
-    settings = {**QUICK, 'model': str(here / 'model'), 'data': 'hotpotqa', 'path': str(here / 'sample.json'),
-                'run': str(here / 'run')}
+    "The settings of an evaluation on the sample, and its run: (settings, run folder)."
+    settings = {**QUICK, 'model': model, 'data': 'hotpotqa', 'path': str(SAMPLE),
+                'run': str(tmp_path_factory.mktemp('played') / 'run')}
     return settings, quiet(settings)
-
-
-@pytest.fixture
-def copy(played, tmp_path):
-    "A copy of the model and the file, and how a replay on them sees it: function() -> ReplayResult."
-    settings, run = played
-    shutil.copytree(settings['model'], tmp_path / 'model')
-    shutil.copy(settings['path'], tmp_path / 'sample.json')
-
-    def look():
-        moved = {'model': str(tmp_path / 'model'), 'path': str(tmp_path / 'sample.json')}
-        (result,) = replay_evaluation(run, changes=moved, say=lambda line: None, progress=False).values()
-        return result
-    look.folder = tmp_path
-    return look
 
 
 def parts(lines):
@@ -189,34 +170,18 @@ def parts(lines):
     return {line.split(':')[0] for line in lines}
 
 
-def edit(path, change):
-    "Change the JSON values in a file."
-    values = json.loads(path.read_text())
-    change(values)
-    path.write_text(json.dumps(values))
-
-
-def test_replay_names_a_changed_row(copy):
-    def change(rows):
-        rows[2]['question'] += ' Say so.'
-        rows[3]['answer'] = 'Orvane'
-    edit(copy.folder / 'sample.json', change)
-    result = copy()
+def test_replay_names_a_changed_row(played, tmp_path):
+    "Of a copy of the file: another question, and another gold."
+    rows = json.loads(SAMPLE.read_text())
+    rows[2]['question'] += ' Say so.'
+    rows[3]['answer'] = 'Orvane'
+    (tmp_path / 'sample.json').write_text(json.dumps(rows))
+    moved = {'path': str(tmp_path / 'sample.json')}
+    (result,) = replay_evaluation(played[1], changes=moved, say=lambda line: None, progress=False).values()
     assert parts(result.inputs) == {'questions.loaded_hash', 'questions.asked_hash', "question 'sample-2'",
                                     "question 'sample-3'"}
     assert any('its golds' in line for line in result.inputs)
     assert result.rows == ("row 'sample-2': another prompt",)               # golds are not shown to the player
-
-
-def test_replay_names_changed_weights(copy):
-    from transformers import AutoModelForCausalLM
-    model = AutoModelForCausalLM.from_pretrained(copy.folder / 'model')
-    with torch.no_grad(): model.get_output_embeddings().weight.mul_(-1)
-    model.save_pretrained(copy.folder / 'model')
-    result = copy()
-    named = parts(result.inputs)
-    assert {'model.hash', 'model.files.model.safetensors'} <= named and 'tokenizer' not in named
-    assert result.rows and all('action differs' in line for line in result.rows)
 
 
 def test_a_manifest_names_changed_settings(played, monkeypatch):
@@ -238,19 +203,18 @@ def test_a_manifest_names_changed_settings(played, monkeypatch):
 
 
 def test_replay_names_another_version_and_other_rows(played, tmp_path):
-    "What was kept is edited here: a package, and one prediction."
-    _, run = played
-    shutil.copytree(run, tmp_path / 'run')
-    folder = tmp_path / 'run' / 'hotpotqa'
-
-    def change(manifest): manifest['versions']['transformers'] = '0.1'
-    edit(folder / 'manifest.json', change)
+    "What was kept is edited here: a package, the weights' hash, and two rows."
+    folder = shutil.copytree(played[1], tmp_path / 'run') / 'hotpotqa'
+    manifest = json.loads((folder / 'manifest.json').read_text())
+    manifest['versions']['transformers'] = '0.1'
+    manifest['model']['files']['model.safetensors'] = '0' * 64
+    (folder / 'manifest.json').write_text(json.dumps(manifest))
     rows = [json.loads(line) for line in gzip.decompress((folder / 'turns.jsonl.gz').read_bytes()).splitlines()]
     rows[4]['prediction'] = 'Paris'
     rows[5]['trajectory']['turns'][0]['action_ids'][0] += 1
     (folder / 'turns.jsonl.gz').write_bytes(gzip.compress(''.join(json.dumps(r) + '\n' for r in rows).encode()))
     (result,) = replay_evaluation(folder, say=lambda line: None, progress=False).values()
-    assert parts(result.inputs) == {'versions.transformers'} and len(result.rows) == 2
+    assert parts(result.inputs) == {'versions.transformers', 'model.files.model.safetensors'} and len(result.rows) == 2
     assert "'Paris' before" in result.rows[0] and result.rows[1].startswith("row 'sample-5', turn 0: action differs")
     with pytest.raises(SystemExit) as stopped: main(['--replay', str(folder)])
     assert stopped.value.code == 1

@@ -45,8 +45,6 @@ def grouped(t):
     return [Group(t.question, [t])]
 
 
-# ---- by the book ----
-
 def by_the_book(t, chat):
     "Contexts of a trajectory as equations 8 and 9 make them, from its texts: list of ids."
     state, out, ended = list(t.prompt_ids), [], {chat.end_id, chat.tokenizer.eos_token_id}
@@ -91,7 +89,7 @@ SEGMENT = st.lists(st.sampled_from(PIECES), min_size=1, max_size=6).map(''.join)
     [CALL, NOTE, BOX, '<context></context>'])
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.lists(SEGMENT, min_size=1, max_size=6), st.integers(1, 7))
 def test_whatever_is_said_a_rollout_has_the_shape_of_segments(says, cap):
     check(recite(says, max_turns=cap), cap=cap)
@@ -102,7 +100,7 @@ WORDS = ['<tool_call>', '</tool_call>', 'print ( search ( " limi vula " ) )', 'p
          '</context>', 'limi vula', '\\boxed { limi vula }', '<|im_end|>']
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(st.lists(st.lists(st.sampled_from(WORDS), min_size=1, max_size=5).map(' '.join), min_size=1, max_size=6))
 def test_so_it_is_in_the_tiny_worlds_words(says):
     check(recite(says, TINY), TINY)
@@ -187,8 +185,6 @@ def test_programs_of_all_trajectories_run_as_one_batch():
     assert calls == [10] and all(t.answer == 'Budapest' for g in groups for t in g.trajectories)
 
 
-# ---- a model ----
-
 class Eager(Chat):
     "A chat that takes whatever is said for a program."
     code = 'print(search("Curtiz"))'
@@ -258,8 +254,6 @@ def test_a_conversation_under_way_cannot_be_rewound(model):
     stream.submit('a', [1, 2, 3, *stream.batch.ids[0, 3:6].tolist(), 9])
     with pytest.raises(ValueError, match='under way'): stream.rewind('a', [1, 2])
 
-
-# ---- prompts and doors ----
 
 def test_the_tiny_worlds_prompts_have_no_unknown_word():
     for n in ('carl-tiny', 'carl-tiny-direct', 'carl-tiny-forced'):

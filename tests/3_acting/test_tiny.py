@@ -33,8 +33,6 @@ def play(coder, mode='', questions=None, memory=None, seed=0, world=WORLD):
 def calls(t): return sum(x.call is not None for x in t.turns)
 
 
-# ---- the world ----
-
 def test_training_and_testing_share_no_famous_fact():
     train, test = (make_world(s, 0, questions=30, competence=Competence(famous=300)) for s in ('train', 'test'))
     assert not train.known & test.known and not {n for n, _ in train.known} & {n for n, _ in test.known}
@@ -45,8 +43,6 @@ def test_the_doors():
         with pytest.raises(ValueError, match=next(iter(bad))):
             make_world('train', 0, size=100, questions=10, competence=Competence(**bad))
 
-
-# ---- coders ----
 
 def test_each_mistake_by_itself():
     unknown = [q for q in WORLD.questions if not q.meta['parametric']]
@@ -65,7 +61,7 @@ def test_each_mistake_by_itself():
     assert all(t.answer in q.answers for q, t in zip(sums, play(PERFECT_CODER, questions=sums)))
 
 
-@settings(deadline=None, max_examples=6)
+@settings(max_examples=6)
 @given(st.integers(0, 10**6), st.sampled_from(['', '-forced', '-direct']))
 def test_the_noisy_coder_never_breaks_the_form(seed, mode):
     for t in play(NOISY_CODER, mode, WORLD.questions[:20], seed=seed):
@@ -102,8 +98,6 @@ def test_searches_of_demonstrations_fail_as_those_of_the_known_worlds(monkeypatc
     code_warm_start(TOKENIZER, 3, BRIEF, known=[replace(SMALL, nothing=.2, sibling=.1)], progress=lambda line: None)
     assert lucks[0] == {'nothing': .2, 'sibling': .1}
 
-
-# ---- rows of the warm start ----
 
 def test_fewer_rows_say_the_same():
     "Every segment is trained once, after its own context: the log-probabilities are those of a row for each segment."
@@ -150,18 +144,12 @@ def test_it_is_asked_whether_it_knows_where_a_critic_reads_and_where_it_chooses(
 
 
 def test_what_it_would_say_of_two_words_leaves_all_other_words_alone():
-    """One step of descent makes the right word of the two more likely; only these two rows of the output layer have a
-    gradient where it is not tied to the input."""
+    "Only these two rows of the output layer have a gradient where it is not tied to the input."
     model, words = tiny_model(TOKENIZER, width=32, heads=1, feedforward=64), (5, 9)
     model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
     ids, labels = torch.tensor([[3, 7, 8], [4, 6, 0]]), torch.tensor([[-1, -1, 1], [-1, 0, -1]])
-    loss = knowing_loss(model, ids, labels, words)
-    logits = torch.stack([model(ids).logits[0, 2], model(ids).logits[1, 1]])[:, list(words)]
-    own = logits[[0, 1], [1, 0]]
-    assert torch.allclose(loss, (logits.logsumexp(-1) - own).mean())
-    loss.backward()
-    moved = model.lm_head.weight.grad.abs().sum(-1).nonzero()[:, 0].tolist()
-    assert moved == sorted(words)
+    knowing_loss(model, ids, labels, words).backward()
+    assert model.lm_head.weight.grad.abs().sum(-1).nonzero()[:, 0].tolist() == sorted(words)
 
 
 def test_batches_of_all_lengths_hold_what_batches_of_like_length_hold():

@@ -64,8 +64,6 @@ def assert_same(a, b):
     assert {**one, 'seconds': 0} == {**other, 'seconds': 0}
 
 
-# ---- mini-batches ----
-
 def test_each_epoch_deals_all_trajectories_out_anew(monkeypatch):
     "Two mini-batches of four, twice: other fours in the second epoch, and no trajectory in two of them."
     group, drawn, cut = example_group(), [], learning.update_tensors
@@ -80,8 +78,6 @@ def test_each_epoch_deals_all_trajectories_out_anew(monkeypatch):
     assert sorted(first) != sorted(second)                            # whichever comes first
 
 
-# ---- dropout ----
-
 @pytest.mark.long
 @needs_peft
 def test_a_run_with_dropout_repeats_itself_and_is_resumed(tmp_path):
@@ -93,8 +89,6 @@ def test_a_run_with_dropout_repeats_itself_and_is_resumed(tmp_path):
     assert_same(whole, resumed)
     assert same_metrics(whole, sit(tmp_path / 'without', {**settings, 'lora': {'r': 4}})) != []   # it does drop
 
-
-# ---- models that are only read ----
 
 def quiet(folder, settings):
     "The folder of a run that this process made."
@@ -178,8 +172,6 @@ def test_a_run_may_offload_from_its_next_sitting_on(tmp_path):
     assert not (tmp_path / 'no').exists()
 
 
-# ---- a critic on the policy's backbone ----
-
 # the model, and what of it lies beyond the backbone
 BEYOND = {'output embeddings of its own': (lambda: model(0, 100), {'lm_head.weight'}),
           'tied embeddings': (lambda: model(0, 100, True), set())}
@@ -243,8 +235,6 @@ def test_a_bad_critic_does_not_turn_its_policy_where_they_step_apart(directions)
     assert apart > .9 > .5 > together
 
 
-# ---- entropy ----
-
 def test_entropy_is_that_of_the_distributions():
     "Against torch's own Categorical: alone, with log-probabilities, and beside gold answers."
     layout = pack([example_group()])
@@ -271,8 +261,6 @@ def test_the_rate_that_is_logged_is_the_last_updates():
     assert logged == pytest.approx([1e-4 * learner.optimiser.share(done) for done in (1, 3)])
     assert {group['lr'] for group in learner.backend.adamw.param_groups} == {logged[-1]}
 
-
-# ---- bfloat16 ----
 
 def stepped(policy, updates, folder=None):
     "A learner at the rate 1e-6 after some updates, and the share of its masters that moved."
@@ -339,8 +327,6 @@ def test_a_checkpoint_that_lost_its_end_is_told(tmp_path):
     path.unlink()
     with pytest.raises(FileNotFoundError): learning.saved_policy(tmp_path)
 
-
-# ---- updates that are left out, and questions that a step asks twice ----
 
 def test_skipping_ends_after_some_updates_in_a_row_with_their_count(monkeypatch):
     layout = pack([example_group()])

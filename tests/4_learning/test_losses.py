@@ -7,7 +7,7 @@ from collections import defaultdict
 from types import SimpleNamespace
 
 import pytest, torch
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 from torch.testing import assert_close
 
 from credit_rl.layout import AVERAGES, loss_weights, pack, token_logps
@@ -17,8 +17,6 @@ from credit_rl.losses import entropy, kl, overlong_penalty, policy_loss, policy_
 from credit_rl.trajectory import Group, example_group
 from random_models import small_qwen
 
-settings.register_profile('credit', deadline=None, max_examples=40)
-settings.load_profile('credit')
 NAN = math.nan
 KINDS = ('ppo', 'gspo', 'gspo-token', 'cispo', 'reinforce')
 
@@ -110,8 +108,6 @@ def test_statistics_are_trls(level):
     assert_close(weighted_sum(kl(logp, ref, mask=mask), token_mean(mask)), torch.tensor(logged['kl']))
     assert_close(ours['clip_fraction'], torch.tensor(logged['clip_ratio/region_mean']))
 
-
-# ---------------------------------------------------------------- identities
 
 @given(kind=st.sampled_from(KINDS), seed=st.integers(0, 10 ** 6))
 def test_untrained_positions_never_leak(kind, seed):
@@ -240,8 +236,6 @@ def test_value_loss_and_entropy():
     assert_close(entropy(logits), torch.distributions.Categorical(logits=logits).entropy())
     assert overlong_penalty(torch.tensor([0, 60, 75, 100, 999]), 100, 40).tolist() == [0, 0, -0.375, -1, -1]
 
-
-# ---------------------------------------------------------------- the learner
 
 class Recorder(PlainBackend):
     "A backend that keeps each update's gradient before it is clipped."

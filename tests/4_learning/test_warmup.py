@@ -28,7 +28,7 @@ def test_each_check_alone_fails_the_gate_by_what_it_says(name):
     assert f'FAILED: {name} by {report.failed[name]:.3f}' in str(report)
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=60), st.data())
 def test_draws_are_even(clusters, data):
     "No cluster is drawn twice more often than another that still had items; nothing is drawn twice."
@@ -56,8 +56,6 @@ def test_the_first_pass_at_or_after_least_ends_it(monkeypatch, how, passes, sat)
         with pytest.raises(GateFailed, match='pass'): run()
     else: assert run() == sat and len(taught) == sat[-1]
 
-
-# ---- who is asked ----
 
 QUESTIONS = [Question(f'q{i}', f'who directed film {i}' if i % 3 else f'what is {i} plus {i}', ('7',)) for i in range(60)]
 TIER = torch.tensor([1 + i % 2 for i in range(60)])
@@ -143,8 +141,6 @@ def test_sources_have_clusters_of_their_own():
     with pytest.raises(ValueError, match='questions'): of({'a': 2}, 5)
     with pytest.raises(ValueError, match='clusters'): CollectionPlan(clusters={'a': 0})
 
-
-# ---- who searches elsewhere ----
 
 ELSEWHERE = 'mayor mayor'  # words that the tiny tokenizer knows, as no page has them
 
