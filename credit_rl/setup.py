@@ -28,7 +28,7 @@ from .learner import FrozenModels, Learner, make_critic, seed_draws
 from .methods import extra_passes, get_method
 from .outcome import Earned
 from .metrics import benchmark_metric, gold_note
-from .models import find_model, load_model, load_tokenizer, write_model
+from .models import find_model, load_model, load_tokenizer, tied_weight, write_model
 from .parts import Facts
 from .protocol import check_tokenizer, reword
 from .retrieval import BM25
@@ -365,22 +365,17 @@ def add_lora(
     try: from peft import LoraConfig, inject_adapter_in_model
     except ImportError as e: raise ImportError('lora needs peft: pip install credit_rl[train]') from e
     check_lora(settings)
-    tied = _tied_weights(model)
+    tied = tied_weight(model)
     with seed_draws(seed):
         try: inject_adapter_in_model(LoraConfig(**{'target_modules': _LINEAR, **settings}), model)
         except TypeError as e: raise ValueError(f'lora: {e}') from e
-    both = [name for name, module in model.named_modules() if hasattr(module, 'base_layer') and
-            any(module.base_layer.weight is weight for weight in tied)]
+    both = [name for name, module in model.named_modules()
+            if tied is not None and hasattr(module, 'base_layer') and module.base_layer.weight is tied]
     if both:
         raise ValueError(f'lora: {", ".join(both)} has one weight for reading and for writing words, and an addition '
                          'to it would be to one of these alone: leave it out of target_modules, or take a model with '
                          'tie_word_embeddings=false')
     for name, p in model.named_parameters(): p.requires_grad_('.lora_' in name)
-
-def _tied_weights(model):
-    "The embedding where the head is the same weight: list."
-    head, words = model.get_output_embeddings(), model.get_input_embeddings()
-    return [words.weight] if head is not None and head.weight is words.weight else []
 
 # %% ../nbs/5_run/62_setup.ipynb #r6204
 @torch.no_grad()
