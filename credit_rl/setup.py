@@ -22,13 +22,14 @@ from .dry_run import complaints, is_large, missing_room, no_gpu, rank_tflops
 from .engine import HFEngine, seed_of
 from .environment import ProgramLimits, asked_protocol, is_searched, make_environment, open_search
 from .estimate import (KNOWN_SIZES, Load, TrainingPlan, describe, describe_ahead, describe_likely,
-                                describe_sharing, kept_lengths, likely_load, memory, read_sizes, rows_work, step_seconds)
+                                describe_sharing, kept_lengths, likely_load, memory, read_sizes, rows_work,
+                                step_seconds)
 from .launch import FirstPlays, Ranks, is_rank, missing_for_hosts, on_ranks
 from .learner import FrozenModels, Learner, make_critic, seed_draws
 from .methods import extra_passes, get_method
-from .outcome import Earned
 from .metrics import benchmark_metric, gold_note
 from .models import find_model, load_model, load_tokenizer, tied_weight, write_model
+from .outcome import Earned
 from .parts import Facts
 from .protocol import check_tokenizer, reword
 from .retrieval import BM25
@@ -40,8 +41,8 @@ from .settings import (check, check_ahead, check_engine, check_lora, data_sets, 
 from .tiny import ceiling, make_base, player_state, tiny_environment
 from .tools import OwnTools
 from .trees import attend_by_trees
-from .vllm_engine import (ServedEngine, ServeSettings, Serving, VLLMEngine, VLLMSettings, rank_gpu, save_adapter,
-                                   serving_lines, weights_place)
+from .vllm_engine import (ServeSettings, ServedEngine, Serving, VLLMEngine, VLLMSettings, rank_gpu,
+                                   save_adapter, serving_lines, weights_place)
 from .warmup import read_warmed
 from .world import SPLITS, get_regime, world_of
 

@@ -15,7 +15,6 @@ import torch
 from .adapters import Arrays, assign_arrays, needs, turns_from_mask
 from .engine import HFEngine, SamplingParams, seed_of
 from .evaluate import evaluate
-from .tspo import folr_rewards
 from .layout import loss_weights
 from .methods import get_method
 from .models import tied_weight
@@ -26,9 +25,10 @@ from .protocol import PROTOCOLS, last_answer
 from .rollout import rollout
 from .runlog import RunLog, note_params
 from .scoring import acting_states, answer_header, answer_logps, gold_templates
-from .settings import Config, Correction, Keeping, Learning, LearnerChoice, make_config, unheeded
+from .settings import Config, Correction, Keeping, LearnerChoice, Learning, make_config, unheeded
 from .setup import bound_method, draw_questions, make_setup, origin_of
 from .trajectory import Group, Question, Result, Stop, Trajectory, Turn
+from .tspo import folr_rewards
 
 # %% ../nbs/7_elsewhere/82_trl_trainer.ipynb #c005
 def question_rows(
