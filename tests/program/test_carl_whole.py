@@ -152,7 +152,7 @@ def test_a_program_is_run_on_each_set_and_its_output_becomes_a_context(spoken, r
     assert summarize(groups)['calls'] == 1
 
 
-@pytest.mark.parametrize('name', [n if n == 'musique' else pytest.param(n, marks=pytest.mark.nightly) for n in SETS])
+@pytest.mark.parametrize('name', [n if n == 'hotpotqa' else pytest.param(n, marks=pytest.mark.nightly) for n in SETS])
 @pytest.mark.long
 def test_each_set_trains_and_is_evaluated_by_programs(spoken, rows, tmp_path, name):
     "On the published files where they are, else on rows of our own."
