@@ -281,20 +281,18 @@ def module(monkeypatch, name, **names):
     for key, value in names.items(): setattr(sys.modules[name], key, value)
 
 
-def test_verl_and_skyrl_find_a_registered_method(monkeypatch):
-    for register, place, decorator in (
-            (adapters.register_verl, 'verl.trainer.ppo.core_algos', 'register_adv_est'),
-            (adapters.register_skyrl, 'skyrl_train.utils.ppo_utils', 'register_advantage_estimator')):
-        with pytest.raises(ImportError, match='installed'): register('tspo')
-        found = {}
-        module(monkeypatch, place, **{decorator: lambda name: lambda function: found.update({name: function})})
-        assert register('tspo') == 'credit_rl/tspo' and register('tspo', 'mine', {'strategy': 'all'}) == 'mine'
-        given = dict(token_level_rewards=torch.tensor([[1., 1.], [0., 0.]]), response_mask=torch.ones(2, 2).long(),
-                     index=np.array(['u', 'u'], dtype=object), config=None)
-        close(found['credit_rl/tspo'](**given)[0], torch.tensor([[1., 1.], [-1., -1.]]))
-        assert set(found) == {'credit_rl/tspo', 'mine'}
-        with pytest.raises(ValueError, match='index'): found['mine'](**{**given, 'index': None})
-        with pytest.raises(ValueError, match='mean'): register('tspo', options={'strategie': 'all'})
+@pytest.mark.parametrize('register, place, decorator', [
+    (adapters.register_verl, 'verl.trainer.ppo.core_algos', 'register_adv_est'),
+    (adapters.register_skyrl, 'skyrl_train.utils.ppo_utils', 'register_advantage_estimator')])
+def test_a_registered_method_has_its_name_and_needs_groups(monkeypatch, register, place, decorator):
+    "That it credits as it should: test_adapters_pages."
+    with pytest.raises(ImportError, match='installed'): register('tspo')
+    found = {}
+    module(monkeypatch, place, **{decorator: lambda name: lambda function: found.update({name: function})})
+    assert register('tspo') == 'credit_rl/tspo' and register('tspo', 'mine', {'strategy': 'all'}) == 'mine'
+    assert set(found) == {'credit_rl/tspo', 'mine'}
+    with pytest.raises(ValueError, match='index'): found['mine'](**LEAST | {'index': None}, config=None)
+    with pytest.raises(ValueError, match='mean'): register('tspo', options={'strategie': 'all'})
 
 
 def test_a_trainer_that_cannot_import_its_own_parts_says_so(monkeypatch):
@@ -303,22 +301,6 @@ def test_a_trainer_that_cannot_import_its_own_parts_says_so(monkeypatch):
             if name == 'verl': raise ModuleNotFoundError("No module named 'ray'", name='ray')
     monkeypatch.setattr(sys, 'meta_path', [Broken(), *sys.meta_path])
     with pytest.raises(ModuleNotFoundError, match='ray'): adapters.register_verl('tspo')
-
-
-def test_openrlhf_and_prime_rl_get_subclasses_of_their_own(monkeypatch):
-    for make, place, name in (
-            (adapters.openrlhf_maker, 'openrlhf.trainer.ppo_utils.experience_maker', 'RemoteExperienceMaker'),
-            (adapters.prime_algorithm, 'prime_rl.orchestrator.algo.base', 'Algorithm'),
-            (adapters.areal_actor, 'areal.trainer.ppo.actor', 'PPOActor')):
-        base = type(name, (), {'own': lambda self: 7})
-        module(monkeypatch, place, **{name: base})
-        for other, function in (('openrlhf.trainer.ppo_utils.length_penalty', 'apply_length_penalties'),
-                                ('prime_rl.orchestrator.algo.routing', 'assign_advantages')):
-            if other.split('.')[0] == place.split('.')[0]:
-                monkeypatch.setitem(sys.modules, other, SimpleNamespace(**{function: print}))
-        made = make('tspo', {'strategy': 'all'})
-        assert issubclass(made, base) and made().own() == 7
-        assert made.credited[0].options['strategy'] == 'all'
 
 
 def test_slime_knows_a_rollout_of_several_samples_and_refuses_what_it_cannot_do():
