@@ -145,6 +145,7 @@ def test_a_set_larger_than_what_is_read_at_once_is_read(settings, monkeypatch):
 
 
 @pytest.mark.long
+@pytest.mark.nightly                       # by day one process is killed, and one goes on where three ranks were
 def test_ranks_that_are_killed_go_on_where_they_were(tmp_path):
     "Two ranks that sample, killed with all that they started once some rows are there; then the same command again."
     psutil = pytest.importorskip('psutil', reason='psutil is not installed')
