@@ -41,9 +41,10 @@ ROOT = Path(__file__).resolve().parents[2]
     (dict(loss={'clip_high': -.2}), 'clip_high'),
     (dict(loss={'cliphigh': .2}), "'clip_high'"),
     (dict(loss={'kl_kind': 'k9'}), "'k1'"),
-    (dict(threads=10000), 'threads=10000'),
-    (dict(minibatches=9, questions_per_step=2, group_size=4), 'minibatches=9'),
-])
+    (dict(threads=10000), 'threads=10000'), (dict(minibatches=9, questions_per_step=2, group_size=4), 'minibatches=9'),
+    # hints that lead to the right setting
+    (dict(lr=1e-3), "'learning_rate'"), (dict(alpha=2), 'options.alpha=2'), (dict(data='tinny'), "'tiny'"),
+    (dict(band='medium', method='tips'), "'tips'"), (dict(data='hotpot'), "'hotpotqa'"), (dict(xyz=2), '--help')])
 def test_what_cannot_be_is_refused_by_a_dry_run_too(settings, message, tmp_path):
     said = []
     with pytest.raises(ValueError, match=message):
@@ -271,15 +272,6 @@ def test_a_model_that_the_hub_does_not_have_is_named(monkeypatch):
         find_model('there/model')
         with pytest.raises(ValueError, match="'not/there'"):
             find_model('not/there')
-
-
-# ---- hints that lead to the right setting ----
-
-@pytest.mark.parametrize('settings, hint', [
-    ({'lr': 1e-3}, "'learning_rate'"), ({'alpha': 2}, 'options.alpha=2'), ({'data': 'tinny'}, "'tiny'"),
-    ({'band': 'medium', 'method': 'tips'}, "'tips'"), ({'data': 'hotpot'}, "'hotpotqa'"), ({'xyz': 2}, '--help')])
-def test_a_hint_names_what_was_meant(settings, hint, tmp_path):
-    with pytest.raises(ValueError, match=hint): train({'run': str(tmp_path / 'run'), **settings})
 
 
 # ---- how far it is ----
