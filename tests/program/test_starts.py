@@ -167,6 +167,18 @@ def test_another_projects_runs_are_papermills_own(tmp_path, monkeypatch):
     assert logging.getLogger('papermill').filters == filters
 
 
+def test_a_notebook_apart_from_its_run_or_with_a_key_is_refused_before_it_is_kept(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    judge = {'model': 'x', 'api_key': 'sk-mine'}
+    for given, place, words in (({}, 'runs/other', 'runs/other'),
+                                ({'run': 'runs/x', 'options': {'judge': judge}}, 'runs/x', "'JUDGE_KEY'")):
+        with pytest.raises(ValueError, match=words) as refusal:
+            RunFolders.write(as_papermill_writes(**given), f'{place}/notebook.ipynb')
+        assert 'sk-mine' not in str(refusal.value) and not Path('runs').exists()
+    RunFolders.write(as_papermill_writes(), 'runs/train/notebook.ipynb')
+    RunFolders.write(as_papermill_writes(cell='folders = 3'), 'runs/other/report.ipynb')    # a report has no run
+
+
 @pytest.mark.parametrize('name', ['90_train', '91_evaluate', '92_warmup'])
 def test_the_run_notebooks_say_where_their_run_lies(name, tmp_path, monkeypatch):
     "Else a notebook apart from its run would be let pass."
