@@ -9,10 +9,10 @@ __all__ = ['PARTS', 'rloo', 'reinforce_pp', 'gae', 'mt_grpo', 'mt_grpo_star', 'a
 # %% ../nbs/1_rules/40_advantages.ipynb #c003
 import hashlib, torch
 from array import array
-from .tspo import turn_normalize
 from .groups import (cast_like, check_groups, check_some, check_tensors, check_turns, discounted_suffix,
                               discounted_sum, group_normalize, is_measured, standardize, widen)
 from .parts import to_tokens
+from .tspo import turn_normalize
 
 _all_ = ['group_normalize', 'turn_normalize', 'discounted_sum', 'to_tokens']
 
@@ -273,8 +273,8 @@ def anchor_share(
 # %% ../nbs/1_rules/40_advantages.ipynb #p002
 from .groups import at_last_turn
 from .options import Option
-from .parts import (SPREAD, Credit, Facts, Reward, Row, Rule, Sampling, every_turn, not_dropped, rewards_on_last,
-                             total_rewards)
+from .parts import (SPREAD, Credit, Facts, Reward, Row, Rule, Sampling, every_turn, not_dropped,
+                             rewards_on_last, total_rewards)
 from .turn_rewards import place_rewards, tool_segments
 
 _ALONE = {'average': 'token-mean', 'turnwise': False}

@@ -12,7 +12,6 @@ import dataclasses, json, math, sys, time
 from dataclasses import dataclass
 import torch
 from .engine import SamplingParams, seed_of
-from .tspo import chance_occurrence, gold_in_question
 from .groups import index_groups
 from .information_gain import belief_of, belief_warning
 from .launch import Progress, set_torch
@@ -23,12 +22,13 @@ from .parameters import by_group, error_line, from_settings, make_parser, read_s
 from .parts import assign
 from .rollout import continuations, rollout
 from .runlog import SilentLog, atomic_write, plain_json, write_json, writing
-from .significance import jackknife, ratio_interval
-from .settings import DOZEN, Keeping, Config, check, make_config
+from .settings import DOZEN, Config, Keeping, check, make_config
 from .setup import draw_questions, make_engine, make_learner, make_setup, origin_of
+from .significance import jackknife, ratio_interval
 from .train import Run, play_step
 from .true_credit import (credit_errors, distinct_states, sampling_variance, score_continuations, solver_rates,
                                    solver_values, state_values, turn_credit, turn_score)
+from .tspo import chance_occurrence, gold_in_question
 
 # %% ../nbs/6_looking/71_audit.ipynb #a006
 @dataclass(frozen=True)

@@ -15,10 +15,10 @@ from .diagnostics import method_colour, method_colours
 from .jobs import Job, last_words, run_jobs, status_table
 from .options import dotted, flat_options, grouped
 from .parameters import by_group, each_world, enter_project, fill_names, make_parser, read_settings
-from .significance import paired
 from .runlog import (METRICS, PACKED, atomic_write, changed_modules, check_secrets, code_hashes, has_metrics,
                               is_stored, metrics_by_step, packed_run, read_json, read_metrics, read_params,
                               read_summary, read_text, stored_folders, write_json)
+from .significance import paired
 
 # %% ../nbs/6_looking/74_compare.ipynb #c008
 def find_runs(folders):  # a run folder, a folder of run folders, or a list of run folders

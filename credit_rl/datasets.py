@@ -14,10 +14,10 @@ from pathlib import Path
 from .benchmarks import (find_benchmark, get_benchmark, in_parts, is_question_row, read_passages,
                                   read_question, with_columns)
 from .parameters import error_line, make_parser
-from .readers import (Cutting, LoadedRows, Passage, RowError, collect_rows, document_files,
-                               read_documents, read_rows)
-from .world import SPLITS
+from .readers import (Cutting, LoadedRows, Passage, RowError, collect_rows, document_files, read_documents,
+                               read_rows)
 from .runlog import file_hash
+from .world import SPLITS
 
 # %% ../nbs/2_environment/10_datasets.ipynb #c092
 def _split(name):

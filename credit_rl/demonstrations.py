@@ -8,12 +8,12 @@ __all__ = ['pages_shown', 'answer_shown', 'next_queries', 'write_message', 'demo
 # %% ../nbs/2_environment/58_demonstrations.ipynb #d002
 import json, random, re
 from .engine import seed_of
-from .tspo import first_occurrence
 from .metrics import exact_match
 from .readers import to_nfc
 from .rollout import add_message
 from .tools import observation_of
 from .trajectory import Group, Stop, Trajectory
+from .tspo import first_occurrence
 
 # %% ../nbs/2_environment/58_demonstrations.ipynb #d005
 def _pages(seen):

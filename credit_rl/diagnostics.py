@@ -15,7 +15,6 @@ from itertools import cycle
 from .benchmarks import BENCHMARKS
 from .critics import auc, brier, expected_calibration_error, reliability
 from .evaluate import evaluate, measure
-from .tspo import evidence_golds, first_occurrence
 from .launch import Ranks
 from .methods import METHODS
 from .metrics import carl_match, normalize
@@ -25,6 +24,7 @@ from .runlog import is_stored, metrics_by_step, read_metrics, read_params, read_
 from .significance import wilson
 from .tools import returned_texts
 from .trajectory import Result
+from .tspo import evidence_golds, first_occurrence
 from .warmup import gold_shown, with_prompt
 
 # %% ../nbs/6_looking/70_diagnostics.ipynb #c006

@@ -19,7 +19,8 @@ from .models import read_template
 from .options import MOVED, SettingsGroup, dotted, flat, flat_options, options_in, read_options, setting
 from .parameters import spell
 from .prompting import BASELINES, DIRECT
-from .protocol import ANSWER_STOPS, CALL_STOPS, PROTOCOLS, WORDS, check_tokenizer, get_protocol, without_search, reword
+from .protocol import (ANSWER_STOPS, CALL_STOPS, PROTOCOLS, WORDS, check_tokenizer, get_protocol, reword,
+                                without_search)
 from .readers import Cutting, RowError
 from .retrieval import BM25
 from .rollout import MALFORMED, NOTES, RULES, Environment, check_lengths

@@ -18,22 +18,23 @@ import numpy as np, torch
 from .benchmarks import BENCHMARKS, get_benchmark
 from .datasets import MIXTURES, load_questions, subsample
 from .engine import Decoding, HFEngine, SamplingParams
-from .environment import (Conversation, ProgramLimits, Source, as_played, asked_protocol, is_searched, make_environment,
-                                   open_search)
-from .readers import RowError
+from .environment import (Conversation, ProgramLimits, Source, as_played, asked_protocol, is_searched,
+                                   make_environment, open_search)
 from .launch import (LaunchError, Processes, Progress, Ranks, check_hosts, check_threads, is_rank, on_ranks,
                               set_torch, speak)
 from .layout import hidden_states, pack
-from .metrics import benchmark_metric, carl_match, cover_match, empty_golds, exact_match, f1, gold_note, score_answer
+from .metrics import (benchmark_metric, carl_match, cover_match, empty_golds, exact_match, f1, gold_note,
+                               score_answer)
 from .models import (Policy, json_hash, load_model, load_tokenizer, local_folder, model_hashes, read_template,
                               tokenizer_hash)
 from .options import SettingsGroup, dotted, flat, flat_options, nearest, setting
 from .parameters import by_group, error_line, from_settings, make_parser, read_settings
 from .prompting import BASELINES
 from .protocol import prompt_hash, reword
+from .readers import RowError
 from .rollout import check_prompts, rollout
 from .runlog import (METRICS, Hold, RunFolder, RunLog, atomic_folder, atomic_write, code_hashes, read_json,
-                              read_turns, read_text, write_json)
+                              read_text, read_turns, write_json)
 from .trajectory import Group, Question, Result, to_json
 from .vllm_engine import EngineChoice, EngineLost, VLLMEngine, VLLMSettings, check_vllm_settings, rank_gpu
 

@@ -11,10 +11,10 @@ __all__ = ['NORMS', 'PARTS', 'best_gold_logp', 'information_gain', 'has_answer',
 import math, re, string, torch
 from .groups import (cast_like, check_groups, check_turns, discounted_suffix, discounted_sum, is_measured,
                               standardize, widen)
-from .tspo import first_occurrence, has_evidence
+from .potentials import bridge
 from .readers import to_nfc
 from .tools import returned_texts
-from .potentials import bridge
+from .tspo import first_occurrence, has_evidence
 
 # %% ../nbs/1_rules/33_information_gain.ipynb #c006
 def _check_logp(x, there):

@@ -18,6 +18,7 @@ from .engine import attention_window, seed_of
 from .layout import HeadPieces, hidden_states, loss_weights, rows_of, take, token_logps
 from .llds import likelihood_falls
 from .losses import kl, policy_terms, value_loss, weighted_sum
+from .models import tied_weight
 from .parts import Credit, Loss, Measured, Needs, first_tokens
 from .scoring import acting_states, answer_logps, batch_logps, joint_logps, takes_tree_mask
 from .trees import deal_nodes, tree_of
@@ -671,8 +672,8 @@ class Learner:
         all weights or the trained ones alone; one that does not want them `here` gets none, and takes no memory."""
         model, whole = self.scorer.model, self.backend.whole
         named = {n: whole(p, here) for n, p in model.named_parameters() if p.requires_grad or not trained}
-        head, table = model.get_output_embeddings().weight, model.get_input_embeddings().weight
-        if head is table and (head.requires_grad or not trained): named['lm_head.weight'] = whole(head, here)
+        tied = tied_weight(model)
+        if tied is not None and (tied.requires_grad or not trained): named['lm_head.weight'] = whole(tied, here)
         return named if here else {}
 
     def head_weights(self):

@@ -8,9 +8,8 @@ __all__ = ['METRICS', 'PARTS', 'extract_answer', 'broke_format', 'Earned', 'outc
 # %% ../nbs/1_rules/30_outcome.ipynb #c003
 import re, torch
 from dataclasses import dataclass
+from .metrics import cover_match, exact_match, f1, numeric_match, parts, plain_latex, score_answer, short_bleu
 from .trajectory import Result
-from .metrics import (cover_match, exact_match, f1, numeric_match, parts, plain_latex, score_answer,
-                              short_bleu)
 
 # %% ../nbs/1_rules/30_outcome.ipynb #c006
 _ANSWER = re.compile(r'<answer>((?:(?!</?answer>).)*)</answer>', re.DOTALL)

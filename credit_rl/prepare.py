@@ -15,8 +15,8 @@ from .critics import brier, expected_calibration_error
 from .datasets import subsample
 from .dry_run import rank_tflops
 from .engine import seed_of
-from .estimate import Load, describe, memory, read_sizes, step_seconds
 from .environment import as_played, open_search
+from .estimate import Load, describe, memory, read_sizes, step_seconds
 from .launch import LaunchError, SaveTimes, is_rank, play_parts, save_point, set_torch, speak, watch_signals
 from .layout import pack
 from .learner import BadStep, FrozenModels, only_data
@@ -25,20 +25,19 @@ from .methods import get_method
 from .models import load_model
 from .options import flat, flat_options, options_in, setting
 from .outcome import outcome_rewards
-from .parameters import (by_group, error_line, from_settings, make_parser, notebook_settings,
-                                  read_settings)
+from .parameters import by_group, error_line, from_settings, make_parser, notebook_settings, read_settings
 from .parts import Needs
 from .protocol import PROTOCOLS, prompt_hash
 from .runlog import (MAY_CHANGE, RunLog, SilentLog, check_same_params, hold_run, latest_checkpoint, read_json,
                               read_metrics, read_params, stored_folders)
 from .settings import DOZEN, Config, Keeping, Learning, check, data_sets, unheeded
-from .setup import (start_run, Examiner, bound_method, make_engine, make_setup, origin_of, plan_of, players,
-                             real_questions, real_search, start_critic)
+from .setup import (Examiner, bound_method, make_engine, make_setup, origin_of, plan_of, players,
+                             real_questions, real_search, start_critic, start_run)
 from .train import end_interrupted, keeping_bad
 from .vllm_engine import EngineLost
 from .warmup import (GATE, Collection, CollectionPlan, Examination, GateFailed, Missing, Sampler, WarmUp,
-                              collect, critic_learner, make_pairs, pool_tiers, with_prompt, read_collected, report_from, searching, warm_up,
-                              write_warmed)
+                              collect, critic_learner, make_pairs, pool_tiers, read_collected, report_from, searching,
+                              warm_up, with_prompt, write_warmed)
 
 # %% ../nbs/5_run/65_prepare.ipynb #c005
 @dataclass(frozen=True)

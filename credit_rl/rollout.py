@@ -9,11 +9,12 @@ __all__ = ['MALFORMED', 'NOTES', 'RULES', 'Environment', 'check_lengths', 'check
 # %% ../nbs/3_acting/22_rollout.ipynb #c002
 import math, random, re
 from dataclasses import dataclass, field, replace
-from .trajectory import Group, Result, Stop, Trajectory, Turn
 from .engine import FinishedTurn, SamplingParams, ScriptedEngine, seed_of
 from .protocol import last_answer, reaches, read_context, stops_short
 from .readers import BLANKLESS
-from .tools import Observation, OwnTools, PythonTool, SearchTool, cut, own_outcome, read_observation, reads_rows, skipping
+from .tools import (Observation, OwnTools, PythonTool, SearchTool, cut, own_outcome, read_observation,
+                             reads_rows, skipping)
+from .trajectory import Group, Result, Stop, Trajectory, Turn
 
 # %% ../nbs/3_acting/22_rollout.ipynb #c004
 MALFORMED = ('error', 'end')   # the model is told what was wrong and goes on; the rollout ends

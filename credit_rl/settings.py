@@ -29,11 +29,12 @@ from .parts import Facts, Loss
 from .protocol import PROTOCOLS, reword
 from .rollout import check_lengths
 from .runlog import RunFolder, check_trackers, read_json
-from .sharded import DeepSpeedBackend
 from .scoring import SCHEMA_OPTION, read_schema, schema_warning, teacher_chat
+from .sharded import DeepSpeedBackend
 from .tiny import tiny_tokenizer
 from .trees import check_tree
-from .vllm_engine import EngineChoice, check_adapter, check_served, check_vllm_settings, rank_gpu, sampler_weights
+from .vllm_engine import (EngineChoice, check_adapter, check_served, check_vllm_settings, rank_gpu,
+                                   sampler_weights)
 from .warmup import read_warmed
 from .world import SPLITS, get_regime, world_of
 

@@ -22,13 +22,14 @@ from .dry_run import complaints, is_large, missing_room, no_gpu, rank_tflops
 from .engine import HFEngine, seed_of
 from .environment import ProgramLimits, asked_protocol, is_searched, make_environment, open_search
 from .estimate import (KNOWN_SIZES, Load, TrainingPlan, describe, describe_ahead, describe_likely,
-                                describe_sharing, kept_lengths, likely_load, memory, read_sizes, rows_work, step_seconds)
+                                describe_sharing, kept_lengths, likely_load, memory, read_sizes, rows_work,
+                                step_seconds)
 from .launch import FirstPlays, Ranks, is_rank, missing_for_hosts, on_ranks
 from .learner import FrozenModels, Learner, make_critic, seed_draws
 from .methods import extra_passes, get_method
-from .outcome import Earned
 from .metrics import benchmark_metric, gold_note
-from .models import find_model, load_model, load_tokenizer, write_model
+from .models import find_model, load_model, load_tokenizer, tied_weight, write_model
+from .outcome import Earned
 from .parts import Facts
 from .protocol import check_tokenizer, reword
 from .retrieval import BM25
@@ -40,8 +41,8 @@ from .settings import (check, check_ahead, check_engine, check_lora, data_sets, 
 from .tiny import ceiling, make_base, player_state, tiny_environment
 from .tools import OwnTools
 from .trees import attend_by_trees
-from .vllm_engine import (ServedEngine, ServeSettings, Serving, VLLMEngine, VLLMSettings, rank_gpu, save_adapter,
-                                   serving_lines, weights_place)
+from .vllm_engine import (ServeSettings, ServedEngine, Serving, VLLMEngine, VLLMSettings, rank_gpu,
+                                   save_adapter, serving_lines, weights_place)
 from .warmup import read_warmed
 from .world import SPLITS, get_regime, world_of
 
@@ -365,22 +366,17 @@ def add_lora(
     try: from peft import LoraConfig, inject_adapter_in_model
     except ImportError as e: raise ImportError('lora needs peft: pip install credit_rl[train]') from e
     check_lora(settings)
-    tied = _tied_weights(model)
+    tied = tied_weight(model)
     with seed_draws(seed):
         try: inject_adapter_in_model(LoraConfig(**{'target_modules': _LINEAR, **settings}), model)
         except TypeError as e: raise ValueError(f'lora: {e}') from e
-    both = [name for name, module in model.named_modules() if hasattr(module, 'base_layer') and
-            any(module.base_layer.weight is weight for weight in tied)]
+    both = [name for name, module in model.named_modules()
+            if tied is not None and hasattr(module, 'base_layer') and module.base_layer.weight is tied]
     if both:
         raise ValueError(f'lora: {", ".join(both)} has one weight for reading and for writing words, and an addition '
                          'to it would be to one of these alone: leave it out of target_modules, or take a model with '
                          'tie_word_embeddings=false')
     for name, p in model.named_parameters(): p.requires_grad_('.lora_' in name)
-
-def _tied_weights(model):
-    "The embedding where the head is the same weight: list."
-    head, words = model.get_output_embeddings(), model.get_input_embeddings()
-    return [words.weight] if head is not None and head.weight is words.weight else []
 
 # %% ../nbs/5_run/62_setup.ipynb #r6204
 @torch.no_grad()

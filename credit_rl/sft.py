@@ -32,13 +32,13 @@ from .rollout import rollout
 from .runlog import (MAY_CHANGE, RunLog, SilentLog, atomic_folder, check_same_params, code_hashes, hold_run,
                               latest_checkpoint, note_params, read_json, read_params, read_turns)
 from .scoring import retell
-from .settings import unheeded, DOZEN, Config, Keeping, Learning, check, make_config
-from .setup import (start_run, Examiner, add_lora, bound_method, draw_questions, hand_over, make_setup, merge_lora,
-                             origin_of, plan_of, players, real_questions, real_search, start_engine)
+from .settings import DOZEN, Config, Keeping, Learning, check, make_config, unheeded
+from .setup import (Examiner, add_lora, bound_method, draw_questions, hand_over, make_setup, merge_lora,
+                             origin_of, plan_of, players, real_questions, real_search, start_engine, start_run)
 from .step_metrics import paired_line, right_marks
 from .train import Actor, end_interrupted, keeping_bad
-from .vllm_engine import EngineLost
 from .trajectory import Group, to_json, trajectory_from_json
+from .vllm_engine import EngineLost
 
 # %% ../nbs/5_run/64_sft.ipynb #c006
 def keep_right(

@@ -12,7 +12,7 @@ import torch
 from .engine import attention_window, check_numbers
 from .launch import is_rank
 from .layout import rows_of, take
-from .learner import AdamWByLoss, on_device, make_adamw, only_data
+from .learner import AdamWByLoss, make_adamw, on_device, only_data
 from .scoring import answer_batches, gather_scores, takes_tree_mask
 
 # %% ../nbs/machinery/53_sharded.ipynb #s007

@@ -16,17 +16,17 @@ import torch
 from .advantages import anchor_ids, anchor_share
 from .critics import explained_variance
 from .evaluate import bootstrap_interval, by_set, summarize
-from .tspo import first_turns, gold_in_question, has_evidence, near_miss_share, op_table
 from .groups import group_share, index_groups
 from .information_gain import belief_check, gold_statistics, state_logp
 from .layout import turn_means
 from .losses import kl
 from .metrics import exact_match
 from .outcome import outcome_rewards
-from .protocol import find_box
 from .parts import Measured, Needs, start_values
+from .protocol import find_box
 from .runlog import metrics_by_step, read_params, read_summary
 from .trajectory import to_json
+from .tspo import first_turns, gold_in_question, has_evidence, near_miss_share, op_table
 from .warmup import read_tiers, segment_statistics
 
 # %% ../nbs/5_run/57_step_metrics.ipynb #m5706

@@ -22,8 +22,8 @@ from .models import load_model, write_model
 from .protocol import CHATML, PROTOCOLS, Chat
 from .readers import Passage
 from .retrieval import BM25
-from .runlog import atomic_folder
 from .rollout import Environment, rollout
+from .runlog import atomic_folder
 from .tools import Faults, PythonTool, SearchTool, render_plain
 from .trajectory import Question
 from .world import (EASY, RELATIONS, SHARES, SIGNS, WORDS, Competence, arithmetic_text, compute, make_world,

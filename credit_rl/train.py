@@ -15,7 +15,9 @@ from dataclasses import InitVar, dataclass, field
 from pathlib import Path
 import torch
 from .datasets import subsample
+from .dry_run import is_large
 from .engine import SamplingParams, seed_of
+from .estimate import kept_lengths
 from .evaluate import evaluate, note_seen, seen_lines, summarize, train_keys
 from .information_gain import belief_schema, belief_warning
 from .judge import Judge, judge_counts
@@ -23,28 +25,26 @@ from .launch import (LaunchError, Progress, Ranks, SaveTimes, is_rank, save_poin
                               watch_signals)
 from .layout import pack
 from .learner import BadStep, Learner
-from .dry_run import is_large
-from .estimate import kept_lengths
 from .parameters import by_group, error_line, make_parser, read_settings
 from .parts import Golds, Measured, Needs, assign, start_values
-from .world import get_regime
 from .protocol import prompt_hash
 from .rollout import continuations, rollout
-from .runlog import (MAY_CHANGE, RunLog, BoundedGzip, SilentLog, check_same_params, code_hashes, is_finished,
+from .runlog import (MAY_CHANGE, BoundedGzip, RunLog, SilentLog, check_same_params, code_hashes, is_finished,
                               latest_checkpoint, metrics_by_step, named_checkpoint, note_params, read_json, read_params)
 from .scoring import GOLDS_OPTION, answer_header, gold_templates, gold_texts, retell, teacher_chat
 from .search_service import SearchClient
 from .settings import DOZEN, Config, make_config, schema_notes, scored_schemas
-from .setup import (start_run, Setup, bound_method, draw_questions, foretell, hand_over, start_engine, make_learner,
-                             make_setup, origin_of, players, real_questions, real_search)
-from .step_metrics import (IDLE, base_lines, base_report, has_collapsed, credit_metrics, credited_tokens,
-                                    describe_rollouts, dev_metrics, final_lines, idle_line, is_kept, is_shown,
-                                    kl_from_base, known_tiers, log_lines, mean_drift, over_line, reencoding_drift,
-                                    right_marks, rollout_rows, score_groups, step_line, taught_tiers)
+from .setup import (Setup, bound_method, draw_questions, foretell, hand_over, make_learner, make_setup,
+                             origin_of, players, real_questions, real_search, start_engine, start_run)
+from .step_metrics import (IDLE, base_lines, base_report, credit_metrics, credited_tokens, describe_rollouts,
+                                    dev_metrics, final_lines, has_collapsed, idle_line, is_kept, is_shown, kl_from_base,
+                                    known_tiers, log_lines, mean_drift, over_line, reencoding_drift, right_marks,
+                                    rollout_rows, score_groups, step_line, taught_tiers)
 from .trajectory import Group, group_from_json, to_json
 from .true_credit import distinct_states, score_continuations, state_values
 from .vllm_engine import EngineLost, logp_gap, sampler_weights
 from .warmup import gate_again, pool_tiers
+from .world import get_regime
 
 # %% ../nbs/5_run/63_train.ipynb #c0442
 class Look:

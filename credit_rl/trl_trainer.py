@@ -15,9 +15,9 @@ import torch
 from .adapters import Arrays, assign_arrays, needs, turns_from_mask
 from .engine import HFEngine, SamplingParams, seed_of
 from .evaluate import evaluate
-from .tspo import folr_rewards
 from .layout import loss_weights
 from .methods import get_method
+from .models import tied_weight
 from .options import flat_options
 from .parameters import by_group, error_line, make_parser, read_settings
 from .parts import Measured, assign
@@ -25,9 +25,10 @@ from .protocol import PROTOCOLS, last_answer
 from .rollout import rollout
 from .runlog import RunLog, note_params
 from .scoring import acting_states, answer_header, answer_logps, gold_templates
-from .settings import Config, Correction, Keeping, Learning, LearnerChoice, make_config, unheeded
+from .settings import Config, Correction, Keeping, LearnerChoice, Learning, make_config, unheeded
 from .setup import bound_method, draw_questions, make_setup, origin_of
 from .trajectory import Group, Question, Result, Stop, Trajectory, Turn
+from .tspo import folr_rewards
 
 # %% ../nbs/7_elsewhere/82_trl_trainer.ipynb #c005
 def question_rows(
@@ -129,8 +130,8 @@ def _check_method(method):
 # %% ../nbs/7_elsewhere/82_trl_trainer.ipynb #c022
 def _weights(model):
     "Weights by name, tied ones under both, for an engine of its own."
-    named, head = dict(model.named_parameters()), model.get_output_embeddings().weight
-    return {**named, 'lm_head.weight': head} if head is model.get_input_embeddings().weight else named
+    named, tied = dict(model.named_parameters()), tied_weight(model)
+    return named if tied is None else {**named, 'lm_head.weight': tied}
 
 # %% ../nbs/7_elsewhere/82_trl_trainer.ipynb #c022x2
 class _Shared:

@@ -15,7 +15,7 @@ from .metrics import exact_match, parts
 from .options import Option
 from .outcome import outcome_rewards
 from .parts import Needs, Reward, Row, Rule, not_summed, rewards_on_last
-from .rollout import continuations, add_message
+from .rollout import add_message, continuations
 from .tools import skipping
 from .trajectory import Group, Result
 from .world import fact_chain

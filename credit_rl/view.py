@@ -10,9 +10,9 @@ import html, math, re, string
 from dataclasses import dataclass, field
 from importlib.resources import files
 from pathlib import Path
-from .tspo import evidence_golds, evidence_words
 from .metrics import exact_match
 from .tools import Observation, observation_of
+from .tspo import evidence_golds, evidence_words
 
 # %% ../nbs/6_looking/72_view.ipynb #c007
 def _trim(text, start, end):

@@ -17,7 +17,7 @@ import torch
 from .engine import (FinishedTurn, SamplingParams, check_numbers, check_request, continue_prompts, seed_of,
                               stop_tokens)
 from .launch import LAUNCHER, is_rank
-from .models import end_ids
+from .models import end_ids, tied_weight
 from .options import SettingsGroup, setting
 
 # %% ../nbs/machinery/21_vllm_engine.ipynb #c010
@@ -137,8 +137,7 @@ def parameter_shapes(folder):  # a Hugging Face folder or name
     from transformers import AutoConfig, AutoModelForCausalLM
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     with torch.device('meta'): model = AutoModelForCausalLM.from_config(config)
-    shared = model.get_output_embeddings().weight is model.get_input_embeddings().weight
-    return {n: tuple(p.shape) for n, p in model.named_parameters(remove_duplicate=False)}, shared
+    return {n: tuple(p.shape) for n, p in model.named_parameters(remove_duplicate=False)}, tied_weight(model) is not None
 
 def complete(
     named,   # {name: tensor}, by Hugging Face's names

@@ -18,21 +18,20 @@ from torch.nn.utils.rnn import pad_sequence
 from .critics import at_states, auc, explained_variance, segment_starts
 from .engine import SamplingParams, seed_of
 from .evaluate import question_key, read_manifest, set_folders
-from .tspo import first_occurrence
 from .groups import index_groups
 from .launch import Ranks
 from .layout import hidden_states, pack
 from .learner import BadStep, Critic, FrozenModels, Learner, Optimiser, only_data
 from .models import json_hash, local_folder, model_hashes, write_model
-from .parts import Credit, Loss, Needs
 from .options import SettingsGroup, setting
 from .outcome import outcome_of, outcome_rewards
-from .protocol import PROTOCOLS, Chat, read_context, without_search, reword
+from .parts import Credit, Loss, Needs
+from .protocol import PROTOCOLS, Chat, read_context, reword, without_search
 from .rollout import rollout
 from .runlog import BoundedGzip, Journal, atomic_folder, atomic_write, read_json, read_params
 from .tools import PythonTool, SearchTool, returned_texts
-from .trajectory import (Group, Question, Result, Stop, Trajectory, Turn, to_json,
-                                  trajectory_from_json)
+from .trajectory import Group, Question, Result, Stop, Trajectory, Turn, to_json, trajectory_from_json
+from .tspo import first_occurrence
 
 # %% ../nbs/4_learning/54_warmup.ipynb #c006
 def tiers(

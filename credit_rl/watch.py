@@ -11,8 +11,8 @@ from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
 from .parameters import make_parser
-from .runlog import (Journal, latest_checkpoint, metrics_by_step, has_metrics, is_stored, read_json, read_params,
-                              read_summary)
+from .runlog import (Journal, has_metrics, is_stored, latest_checkpoint, metrics_by_step, read_json,
+                              read_params, read_summary)
 
 
 # %% ../nbs/machinery/79_watch.ipynb #c006

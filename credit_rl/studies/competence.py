@@ -14,33 +14,33 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 import torch, yaml
 from ..compare import curves, each_run, find_runs
-from ..significance import paired
 from ..critics import CompetenceHead, LinearHead, brier, expected_calibration_error, explained_variance
-from ..diagnostics import assimilation, competence_table, critic_report, crossover, hop_table
-from ..diagnostics import asked_turns, method_colours, resilience
+from ..diagnostics import (asked_turns, assimilation, competence_table, critic_report, crossover, hop_table,
+                                   method_colours, resilience)
 from ..engine import SamplingParams, seed_of
 from ..environment import Conversation, Source, make_environment
 from ..evaluate import Evaluation, open_set, set_names
+from ..export import read_policy
 from ..launch import (LaunchError, Ranks, is_rank, join_ranks, keep_traceback, launch, launch_command,
                               rank_environment, set_torch, speak)
-from ..models import load_model
-from ..export import read_policy
 from ..learner import saved_critic
 from ..methods import get_method
 from ..metrics import normalize
+from ..models import load_model
 from ..options import flat_options, nearest, options_in
 from ..outcome import outcome_rewards
+from ..parameters import from_settings, make_parser
 from ..prepare import is_warmup
 from ..protocol import PROTOCOLS, prompt_hash, read_context
 from ..rollout import check_prompts, rollout
-from ..runlog import latest_checkpoint, named_checkpoint, plain_json, write_json
-from ..runlog import read_metrics, read_params, read_summary, read_turns, stored_folders
-from ..parameters import from_settings, make_parser
+from ..runlog import (latest_checkpoint, named_checkpoint, plain_json, read_metrics, read_params, read_summary,
+                              read_turns, stored_folders, write_json)
 from ..settings import Acting, Host, Task, make_config
 from ..setup import bound_method, make_engine, make_setup, origin_of
+from ..significance import paired
 from ..trajectory import trajectory_from_json
 from ..vllm_engine import EngineLost
-from ..warmup import GATE, WarmupRollouts, Examination, gold_shown, pool_tiers, with_prompt, tiers
+from ..warmup import GATE, Examination, WarmupRollouts, gold_shown, pool_tiers, tiers, with_prompt
 
 # %% ../../nbs/experiments/75_competence.ipynb #c005
 @dataclass(frozen=True)

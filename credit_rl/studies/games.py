@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch.nn.functional import normalize as unit_length, pad
 from ..engine import seed_of
-from ..tspo import first_turns
 from ..trajectory import Group, Question, Result, Stop, Trajectory, Turn
+from ..tspo import first_turns
 
 # %% ../../nbs/experiments/37_games.ipynb #c004
 @dataclass(frozen=True)

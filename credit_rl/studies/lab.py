@@ -18,12 +18,7 @@ from pathlib import Path
 import torch
 from torch.nn.functional import pad
 from ..engine import seed_of
-from ..tspo import first_turns, folr_rewards, near_miss_statistics
 from ..groups import index_groups
-from .foretell import with_rivals
-from .games import (Moves, action_chances, asking, base_right, chain, draw_moves, earnings_before,
-                                     game_values, group_moves, many_parts, near_miss, play_on, repair, searches, silent,
-                                     make_stages, stopping, visit_chances)
 from ..layout import Layout, loss_weights
 from ..methods import get_method
 from ..options import SettingsGroup, nearest, setting
@@ -32,8 +27,13 @@ from ..parameters import by_group, from_settings, make_parser, read_settings
 from ..parts import Measured, assign, to_tokens
 from ..runlog import Journal, atomic_write, read_turns, writing
 from ..significance import holm, verdict, welch
+from .foretell import with_rivals
+from .games import (Moves, action_chances, asking, base_right, chain, draw_moves, earnings_before,
+                                     game_values, group_moves, make_stages, many_parts, near_miss, play_on, repair,
+                                     searches, silent, stopping, visit_chances)
 from ..trajectory import Group, trajectory_from_json
 from ..true_credit import turn_score
+from ..tspo import first_turns, folr_rewards, near_miss_statistics
 
 # %% ../../nbs/experiments/67_lab.ipynb #c027
 @dataclass(frozen=True)

@@ -12,7 +12,6 @@ from pathlib import Path
 import torch
 from ..engine import HFEngine, SamplingParams
 from ..evaluate import summarize
-from ..tspo import first_turns, has_evidence, near_miss_share, op_table
 from ..groups import group_share, index_groups
 from ..information_gain import belief_of
 from ..models import load_model
@@ -23,6 +22,7 @@ from ..protocol import PROTOCOLS, Chat
 from ..rollout import rollout
 from ..runlog import atomic_write
 from ..tiny import TEACHER, Player, WarmStart, make_base, tiny_environment
+from ..tspo import first_turns, has_evidence, near_miss_share, op_table
 from ..world import REGIMES, get_regime, world_of
 
 # %% ../../nbs/experiments/55_regimes.ipynb #c004

@@ -14,23 +14,23 @@ import numpy as np, torch, yaml
 from ..compare import curves, load_runs, seed_curves
 from ..critics import brier, expected_calibration_error
 from ..diagnostics import SPARE_COLOURS, error_table, method_colours
-from ..estimate import read_sizes
-from ..potentials import ModelShape, scoring_flops
 from ..environment import asked_protocol
+from ..estimate import read_sizes
 from ..evaluate import measure, read_manifest, read_scores
-from ..metrics import carl_match
 from ..methods import get_method
+from ..metrics import carl_match
 from ..models import load_tokenizer
 from ..outcome import outcome_of
 from ..parameters import enter_project, make_parser
+from ..potentials import ModelShape, scoring_flops
 from ..prepare import calibration_pairs, is_warmup
 from ..runlog import METRICS, read_json, read_params, read_summary, read_turns
 from ..setup import base_folder
 from ..significance import mean_interval
 from ..step_metrics import known_tiers
 from .longform import VERDICTS
-from .papers import (PAPERS, all_works, entries, find_entry, make_works, plan_entry, plan_lines, report,
-                                      settings_file)
+from .papers import (PAPERS, all_works, entries, find_entry, make_works, plan_entry, plan_lines,
+                                      report, settings_file)
 from ..trajectory import Group, trajectory_from_json
 from ..tspo import chi_squared, first_turns, has_evidence, op_table
 from ..warmup import read_collected
