@@ -464,7 +464,11 @@ def run_audit(
         share = [mean for mean, _, _ in _credit_shares(squares)]
         sight = {'in_question': gold_in_question([g.question for g in truth.groups]),
                  'by_chance': chance_occurrence(truth.groups)}
-        said = (_findings(table, squares), saving_says(more['saving'].values()),
+        least, most = truth.played.min().item(), truth.played.max().item()
+        told = (_findings(table, squares), saving_says(more['saving'].values())) if most > least else (
+            f'All {truth.played.numel():,} continuations earned {least:g}, so no turn has any credit: audit a model that is right '
+            'sometimes, as after demonstrations (credit-rl demos, credit-rl sft), or ask easier questions.',)
+        said = (*told,
                 f'A gold stands in {sight["in_question"]:.0%} of the questions themselves, and by chance '
                 f'{sight["by_chance"]:.0%} of the rollouts are shown a gold of another question.', _NO_ADVICE)
         found = {'findings': ' '.join(said), 'bottleneck': dict(zip(KINDS, share)),

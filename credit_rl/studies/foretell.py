@@ -53,13 +53,15 @@ def came(
     never = np.isnan(logs) & (table.first_reached.to_numpy(float) > 0) & table.reached.notna().to_numpy()
     return np.where(never, -np.inf, logs)
 
-def spearman(x, y):  # (n,) arrays
-    "Spearman's rank correlation, ties at their mean rank: float, NaN where one side is all alike."
+def spearman(x, y):  # (n,) or (…, n), and (n,) array
+    "Spearman's rank correlation, ties at their mean rank: float, or (…) array, NaN where one side is all alike."
+    import numpy as np
     from scipy.stats import rankdata
-    a, b = rankdata(x), rankdata(y)
-    a, b = a - a.mean(), b - b.mean()
-    size = float((a * a).sum() * (b * b).sum()) ** .5
-    return float((a * b).sum() / size) if size else float('nan')
+    a, b = rankdata(x, axis=-1), rankdata(y)
+    a, b = a - a.mean(-1, keepdims=True), b - b.mean()
+    size = ((a * a).sum(-1) * (b * b).sum()) ** .5
+    found = np.where(size, (a * b).sum(-1) / np.where(size, size, 1), np.nan)
+    return found if found.ndim else float(found)
 
 def _places(worlds):
     "Where each world's rows lie: list of arrays."
@@ -104,9 +106,10 @@ def decide(
         known = ~np.isnan(y) & both.score.notna().to_numpy()
         return both[known].reset_index(drop=True), y[known], int((~known).sum())
     rows, y, left = joined(learned, 'steps')
-    said = {name: rows[name].to_numpy(float) for name in ('score', *RIVALS)}
-    rho = {name: spearman(x, y) for name, x in said.items()}
-    many = resample(rows.world, lambda at: {name: spearman(x[at], y[at]) for name, x in said.items()}, times)
+    said = ['score', *RIVALS]
+    x = rows[said].to_numpy(float).T
+    rho = dict(zip(said, spearman(x, y).tolist()))
+    many = resample(rows.world, lambda at: dict(zip(said, spearman(x[:, at], y[at]))), times)
     table = pd.DataFrame({name: {'rho': rho[name], **_ends(many[name]), 'less': rho['score'] - rho[name], **{
         f'less_{end}': x for end, x in _ends(many['score'] - many[name]).items()}} for name in said}).T
     best = max(RIVALS, key=lambda name: rho[name] if rho[name] == rho[name] else -2)

@@ -577,7 +577,7 @@ def _hazard(z):
 def censored_mean(
     logs,        # (..., n) logarithms of steps
     there,       # (..., n) bool; False: it takes longer than this
-    rounds=200,  # of the fit
+    rounds=200,  # of the fit, at the most: it ends where nothing moves by more than 1e-12
 ):
     """Mean of a normal distribution of which some draws are only known to be larger, and its standard error: two
     (...). NaN where fewer than three draws are known."""
@@ -588,7 +588,8 @@ def censored_mean(
         h = _hazard(z)
         square = torch.where(there, (x - mean) ** 2, spread ** 2 * (1 + z * h)).mean(-1, keepdim=True)
         move = torch.where(there, x - mean, spread * h).mean(-1, keepdim=True)
-        mean, spread = mean + move, (square - move ** 2).sqrt().clamp(min=1e-6)
+        before, mean, spread = spread, mean + move, (square - move ** 2).sqrt().clamp(min=1e-6)
+        if torch.stack([move, spread - before]).abs().max() < 1e-12: break
     z = (x - mean) / spread
     h = _hazard(z)
     slope = h * (h - z)

@@ -295,6 +295,9 @@ def test_a_checkpoint_is_audited_from_a_shell(root, tmp_path, monkeypatch, capsy
     assert set(found['saving']) == {'times', 'low', 'high'} and 'turn credit could save' in found['findings']
     assert (tmp_path / 'a' / 'figures' / 'audit.png').stat().st_size > 10_000
     assert (tmp_path / 'a' / 'solver.csv').exists() and found['belief']['belief_shown_states'] > 0
+    main([f'run={tmp_path}/b', 'model=data/tiny_base', 'questions=20', 'dev_questions=4', 'test_questions=4',
+          'turn_tokens=1', 'rules=[grpo]', 'asked=2', 'attempts=2', 'plays=2'])                  # nothing is ever right
+    assert 'earned 0, so no turn has any credit' in capsys.readouterr().out
     with pytest.raises(SystemExit, match="'tpso'"): main(['rules=[tpso]'])
     with pytest.raises(ValueError, match='plays'): read_audit_settings({'plays': 1})
 
