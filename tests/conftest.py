@@ -19,7 +19,7 @@ import pytest
 os.environ.setdefault('OMP_WAIT_POLICY', 'passive')   # threads that wait sleep; before a test imports PyTorch
 ROOT = Path(__file__).resolve().parents[1]
 DURATIONS = ROOT / 'tests' / 'durations.json'   # test → [seconds of CPU time, of those that take one at least; alone]
-LONG = 5                                        # seconds from which on a test may go to another worker than its file
+LONG = 2                                        # seconds from which on a test may go to another worker than its file
 BOUND = 540                                     # seconds for a process that a test starts, less than for the test
 
 

@@ -504,6 +504,7 @@ def from_hub(tmp_path_factory, run_python):
     return [*got, client(2, hub.url)], hub
 
 
+@pytest.mark.long
 @pytest.mark.parametrize('name', FILES)
 def test_a_set_is_loaded_by_name_at_the_pinned_commit(from_hub, name):
     "By the package `datasets` itself; the hub has no other commit. The third time there is no hub any more."

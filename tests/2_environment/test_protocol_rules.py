@@ -139,6 +139,7 @@ def chatter():
     return games
 
 
+@pytest.mark.long
 def test_a_response_is_cut_where_its_cap_is_and_is_as_long_as_that(chatter):
     "Model tokens and observations together, the prompt apart; up to there nothing is different."
     free = [response(t) for t in chatter()]

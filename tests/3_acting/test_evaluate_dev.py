@@ -31,6 +31,7 @@ def test_one_question_has_one_key_however_its_set_was_mixed():
     assert question_key(alone) == question_key(Question('nq:17', 'Who?', ('a',), source='nq')) == 'nq:17'
 
 
+@pytest.mark.long
 def test_an_exported_model_knows_what_chose_it(run):
     folder, model, questions = run
     assert read_json(model / 'credit_rl.json')['dev'] == [question_key(q) for q in questions[:2]]

@@ -229,6 +229,7 @@ def directions(tmp_path_factory):
     return found
 
 
+@pytest.mark.long
 def test_a_bad_critic_does_not_turn_its_policy_where_they_step_apart(directions):
     cosine = lambda name: torch.cosine_similarity(directions[name], directions['alone'], dim=0).item()
     apart, together = cosine('apart'), cosine('together')

@@ -57,6 +57,7 @@ def test_rank_correlation_is_scipys():
     assert_close(kendall(x, y, mask), wanted, equal_nan=True, atol=1e-5, rtol=0)
 
 
+@pytest.mark.long
 def test_the_truth_scores_1_and_chance_0(truth):
     "The exact credit of a scripted player against itself measured; chance beside it, 0 and ½ within its interval."
     found, exact = truth

@@ -73,6 +73,7 @@ def played(root, tmp_path_factory):
     return trained(root, tmp_path_factory.mktemp('trl'), get_method('outcome+folr/turns').bind({}))
 
 
+@pytest.mark.long
 def test_what_trl_played_is_what_we_credit(played):
     trainer, _, (inputs,) = played
     credit = trainer.turn_credit

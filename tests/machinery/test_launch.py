@@ -132,6 +132,7 @@ def test_a_run_has_the_numbers_of_the_plain_one(runs, kind):
         assert (played.step, played.updates) == (4, 4)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize('kind', by_ranks(kind for kind in KINDS if 'ahead' not in kind and kind != 'plain, checkpointing'))
 def test_what_a_run_made_can_be_exported(runs, tmp_path, kind):
     "Weights put together, additions merged: any reader of Hugging Face models loads the plain run's."
@@ -168,6 +169,7 @@ def test_a_run_on_one_rank_makes_no_rank_of_what_comes_next(runs):
         assert subprocess.check_output([sys.executable, '-c', code], text=True) == 'False\n'
 
 
+@pytest.mark.long
 @pytest.mark.parametrize('kind', by_ranks(['plain', 'one rank, stage 2', 'two ranks, stage 2', 'two ranks, stage 3',
                                            *TEACHERS]))
 def test_a_checkpoint_is_as_large_as_was_estimated(runs, kind):

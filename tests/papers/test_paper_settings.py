@@ -457,6 +457,7 @@ DISTINCT = {repr(sorted((k, repr(v)) for k, v in settings(name).items() if k not
 BY_DAY = {settings(name)['method']: name for name in DISTINCT.values()}.values()             # one of each method
 
 
+@pytest.mark.long
 @pytest.mark.parametrize('name', [pytest.param(name, marks=[pytest.mark.nightly] * (name not in BY_DAY))
                                   for name in DISTINCT.values()])
 def test_a_file_trains_at_a_small_size(name, shrunk):
@@ -480,6 +481,7 @@ def sentences(monkeypatch):
     return asked
 
 
+@pytest.mark.long
 @pytest.mark.parametrize('name', [pytest.param(name, marks=[pytest.mark.nightly] * name.endswith('3b')) for name in WARM])
 def test_a_warm_up_runs_at_a_small_size_and_what_it_made_teaches(name, small, shrunk, sentences):
     "The two commands of a file's head, one after the other."

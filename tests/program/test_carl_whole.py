@@ -326,6 +326,7 @@ def test_matched_baselines_run_by_other_settings(model, scripted, tmp_path, sett
     if not settings.get('method'): assert table.explained_outcome[1:].tolist() == table.explained_variance[1:].tolist()
 
 
+@pytest.mark.long
 def test_a_resumed_run_is_the_whole_one(model, tmp_path):
     settings = {**TINY, 'model': model, 'eval_every': 1, 'turn_tokens': 12, 'kl': .01}
     whole = quiet({**settings, 'run': str(tmp_path / 'whole')})
@@ -363,6 +364,7 @@ def easy_gate(monkeypatch):
     for name in GATE: monkeypatch.setitem(GATE, name, (.02 if name == 'explained_variance' else .2, .8))
 
 
+@pytest.mark.long
 def test_a_warm_up_that_passes_teaches(model, scripted, tmp_path, easy_gate):
     lines = []
     warm = prepare({**WARM, 'model': model, 'run': str(tmp_path / 'warm')}, say=lines.append)
@@ -416,6 +418,7 @@ def warm(warm_up, easy_gate):
     return warm_up()
 
 
+@pytest.mark.long
 def test_the_gate_is_read_again_on_what_the_policy_plays(model, warm, scripted, tmp_path, monkeypatch):
     """At every evaluation of a run whose critic was to pass: checked by hand on the rollouts that were played for it.
     All else is what it is where the gate is not read, and no other run reads it."""
@@ -453,6 +456,7 @@ def test_of_a_cold_critic_what_nothing_tells_is_missing(model, scripted, tmp_pat
     assert read_metrics(quiet(silent)).gate_auc.isna().all()
 
 
+@pytest.mark.long
 def test_a_warm_up_that_fails_ends_with_a_report_and_may_not_teach(model, scripted, tmp_path):
     settings = {**WARM, 'model': model, 'warm_steps': 4, 'warm_least': 2, 'warm_every': 2, 'run': str(tmp_path / 'warm')}
     lines = []
@@ -568,6 +572,7 @@ def test_random_rollouts_and_a_linear_head_for_the_matched_baseline(model, warm_
     assert run.value_start[1] != 0 and run.kl.dropna().iloc[0] >= 0
 
 
+@pytest.mark.long
 def test_three_questions_in_ten_are_looked_up_in_another_corpus(spoken, rows, tmp_path, monkeypatch):
     "In both parts and under both prompts that call; the others' programs find the set's own."
     path, corpus, code = rows('hotpotqa'), tmp_path / 'corpus.jsonl', 'print(search("river Ossel"))'
