@@ -42,7 +42,7 @@ def test_what_shares_nothing_may_go_alone(request, root, tmp_path):
 
 
 def test_long_tests_that_share_nothing_are_units_of_their_own():
-    recorded = {'a.py::long': (60., True), 'a.py::shares': (60., False), 'a.py::short': (2., True)}
+    recorded = {'a.py::long': (60., True), 'a.py::shares': (60., False), 'a.py::short': (1.5, True)}
     units = {name: conftest.unit_of(name, recorded) for name in [*recorded, 'a.py::new']}
     assert units == {'a.py::long': 'a.py::long', 'a.py::shares': 'a.py', 'a.py::short': 'a.py', 'a.py::new': 'a.py'}
 

@@ -291,7 +291,8 @@ def test_a_registered_method_has_its_name_and_needs_groups(monkeypatch, register
     module(monkeypatch, place, **{decorator: lambda name: lambda function: found.update({name: function})})
     assert register('tspo') == 'credit_rl/tspo' and register('tspo', 'mine', {'strategy': 'all'}) == 'mine'
     assert set(found) == {'credit_rl/tspo', 'mine'}
-    with pytest.raises(ValueError, match='index'): found['mine'](**LEAST | {'index': None}, config=None)
+    nameless = LEAST | {'index': None, 'response_mask': torch.ones(2, 2).long()}
+    with pytest.raises(ValueError, match='index'): found['mine'](**nameless, config=None)
     with pytest.raises(ValueError, match='mean'): register('tspo', options={'strategie': 'all'})
 
 
