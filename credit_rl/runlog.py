@@ -501,8 +501,8 @@ def _decimal(loader):
 
 def _check_comments(text):
     "Refuse a typed value of which YAML would drop a part as a comment. Raises yaml.YAMLError."
-    end = 0
-    for token in yaml.scan(text, Loader=yaml.SafeLoader):
+    end, tokens = 0, yaml.scan(text, Loader=yaml.SafeLoader) if '#' in text else ()
+    for token in tokens:
         if '#' in (lost := text[end:token.start_mark.index]):
             raise yaml.YAMLError(f'{text!r}: {lost.strip()!r} would be dropped as a comment: put the text into quotes '
                                  'of its own')

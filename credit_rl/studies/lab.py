@@ -742,16 +742,18 @@ def best_rate(blocks, most=600):  # of phase 'rates'; most: steps after which a 
 def _learn_rule(make, rule, how, draw, blocks, save):
     """Find a rule's best rate on draw 0, or with it learn on fresh seeds of a draw, where `draw` is None the former.
     `make`: draw -> Game; `blocks`: what is there already of it; `save` is called with each new one."""
+    tuned = [b for b in blocks if b['phase'] == 'rates']
+    left = lambda: len(tuned) < 3 and (not tuned or best_rate(tuned, how.most)[1])
+    if draw is None and not left(): return
     game = make(draw or 0)
-    contender, tuned = get_contender(rule, game.metric), [b for b in blocks if b['phase'] == 'rates']
+    contender = get_contender(rule, game.metric)
     if draw is not None:
         return save(_block(game, contender, how, 'fresh', [best_rate(tuned, how.most)[0]], how.fresh, draw))
     def tune(rates):
         tuned.append(_block(game, contender, how, 'rates', rates, how.tuning))
         save(tuned[-1])
     if not tuned: tune(how.rates)
-    while len(tuned) < 3 and (edge := best_rate(tuned, how.most)[1]):
-        tune([best_rate(tuned, how.most)[0] * 2. ** edge])
+    while edge := left(): tune([best_rate(tuned, how.most)[0] * 2. ** edge])
 
 # %% ../../nbs/experiments/67_lab.ipynb #c054
 def _exact_rows(name, trial, drawn, rules=None, seed=0):
@@ -802,9 +804,10 @@ def run_lab(how=LabChoice(), say=print):
                 atomic_write(path, functools.partial(rows.round(5).to_csv, index=False))
                 say(f'{name}: computed')
         pairs = [(name, rule) for name in how.names * how.learned for rule in get_trial(name).rules]
+        there = read_learned(folder)
         for draw in (None, *(range(1, how.draws) if how.draws > 1 else (0,))):
             for name, rule in pairs:
-                if not spent(): _learn_one(folder, name, rule, how, draw, say)
+                if not spent(): _learn_one(folder, there, name, rule, how, draw, say)
     return folder
 
 # %% ../../nbs/experiments/67_lab.ipynb #c055
@@ -817,12 +820,13 @@ def _check_same(folder, asked):
                          'run=')
     if not path.exists(): atomic_write(path, lambda part: part.write_text(json.dumps(asked) + '\n'))
 
-def _learn_one(folder, name, rule, how, draw, say):
+def _learn_one(folder, there, name, rule, how, draw, say):  # there: list of the blocks of the folder
     "Learn what is missing of a rule in a world, its rates where `draw` is None, and append it to the results."
-    blocks = [b for b in read_learned(folder) if (b['world'], b['rule']) == (name, rule)]
+    blocks = [b for b in there if (b['world'], b['rule']) == (name, rule)]
     if draw is not None and any(b['phase'] == 'fresh' and b.get('draw', 0) == draw for b in blocks): return
     def save(block):
-        Journal(folder/'learned.jsonl').append([{'world': name, 'rule': rule, **block}])
+        there.append({'world': name, 'rule': rule, **block})
+        Journal(folder/'learned.jsonl').append(there[-1:])
         steps = torch.tensor(block['steps']).double()
         say(f'{name}, {rule}, {block["phase"]}: median {torch.where(steps < 0, math.inf, steps).median():.0f} steps, '
             f'{block["seconds"]:.0f} s')
