@@ -252,7 +252,7 @@ def test_a_dry_run_lists_all_that_is_missing_and_estimates_without_a_network(off
     lines = []
     with pytest.raises(ValueError, match='start') as e:
         train({**given, 'run': str(tmp_path / 'run'), 'dry_run': True, 'path': None,
-               'corpus': 'http://127.0.0.1:9'}, lines.append)
+               'corpus': 'http://127.0.0.1:9', 'patience': {'tries': 2}}, lines.append)
     assert len(offline) <= 2
     why = str(e.value).splitlines()
     for part in ('vLLM', 'nq_open', '127.0.0.1:9', "model 'Qwen/Qwen2.5-7B-Instruct'"):
