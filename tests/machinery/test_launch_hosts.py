@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -150,6 +151,17 @@ def test_one_rank_leaves_nothing_in_its_folder(tmp_path):
 
 # ---- a run ----
 
+def new_ranks(commands, seen):
+    "The two ranks that began since, whose numbers go into `seen`: rank -> (command, psutil.Process)."
+    while True:
+        found = {rank: (command, process) for command in commands
+                 for rank, process in ranks_of(command.pid, 1).items() if process.pid not in seen}
+        if {*found} == {0, 1}: break
+        time.sleep(.1)
+    seen.update(process.pid for _, process in found.values())
+    return found
+
+
 @pytest.fixture(scope='module')
 def killed(tmp_path_factory):
     "A run of two hosts, one of whose ranks is killed after its first step and once more: the folder, what both said."
@@ -160,8 +172,9 @@ def killed(tmp_path_factory):
         for _ in range(2):
             started.append(Started('credit_rl.train', *typed(settings)))
         for command in started: command.read_until('2 ranks of all hosts: ')
+        seen = set()
         for words in ('step 1/3', 'resumed after step 0'):       # which host has rank 0 is decided each time
-            ranks = {rank: (command, found) for command in started for rank, found in ranks_of(command.pid, 1).items()}
+            ranks = new_ranks(started, seen)
             ranks[0][0].read_until(words)
             ranks[1][1].send_signal(signal.SIGKILL)
             for command in started: command.read_until('rank 1 was ended by SIGKILL')
