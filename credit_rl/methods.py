@@ -9,8 +9,10 @@ __all__ = ['MODULES', 'REWARDS', 'RULES', 'SAMPLINGS', 'LOSSES', 'METHODS', 'gat
 # %% ../nbs/1_rules/60_methods.ipynb #c003
 from dataclasses import replace
 from types import ModuleType
-from . import (advantages, carl, information_gain, llds, losses, outcome, potentials, process_model, prs,
-                       runlog, table_critic, true_credit, tspo, turn_ppo, turn_rewards, void_turns, vspo)
+from . import outcome, advantages, losses, tspo, information_gain, prs, true_credit, table_critic
+from . import void_turns, llds, process_model
+from . import vspo, turn_rewards, potentials, carl, turn_ppo
+from . import runlog
 from .options import nearest, read_options
 from .parts import Method, Objective, Part, Reward, Row, Rule, Sampling, misfit, not_dropped
 
