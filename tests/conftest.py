@@ -23,6 +23,12 @@ LONG = 5                                        # seconds from which on a test m
 BOUND = 540                                     # seconds for a process that a test starts, less than for the test
 
 
+with contextlib.suppress(ImportError):            # the environment of vLLM's has none
+    from hypothesis import settings
+    settings.register_profile('tests', deadline=None, max_examples=40)      # on a busy machine as on another
+    settings.load_profile('tests')
+
+
 OPENED = ('nbs/000_tour.ipynb', 'nbs/1_rules/32_tspo.ipynb', 'nbs/figures/readme_2.png', 'runs/LOG.md',
           'runs/log/2026-11-20.md', 'runs/params/demo.yaml', 'runs/sweep/grpo-201/summary.json', 'runs/lab/exact.csv',
           'runs/study/bases.csv', 'runs/smollm2/rules/answers.csv', 'data/README.md', 'data/rows/gsm8k.jsonl',

@@ -40,9 +40,8 @@ class Cell:
         self.tree = ast.parse('\n'.join(lines) if self.code else '')
 
     def asserts(self):
-        return any(
-            isinstance(n, ast.Assert) or isinstance(n, ast.Call) and 'assert' in ast.unparse(n.func)
-            for n in ast.walk(self.tree))
+        return any(isinstance(n, ast.Assert) or isinstance(n, ast.Call) and 'assert' in ast.unparse(n.func)
+                   for n in ast.walk(self.tree))
 
 
 class Notebook:
@@ -111,10 +110,8 @@ def named_like_its_module(nb, numbers):
 
 
 def no_notebook_tools(nb, numbers):
-    return [
-        f'exports an import of {name}' for c in nb.exported for name in imports(c.tree)
-        if name.split('.')[0] in ('nbdev', 'fastcore')
-    ]
+    return [f'exports an import of {name}' for c in nb.exported for name in imports(c.tree)
+            if name.split('.')[0] in ('nbdev', 'fastcore')]
 
 
 def torch_alone(nb, numbers):
@@ -143,15 +140,9 @@ def private(name):
     return name.startswith('_') and not name.startswith('__')
 
 
-# words of methods that mean something else in the loop, each with its meaning there
-OTHER_MEANINGS = {
-    'turns': 'a metric: how many a rollout has; and what a measurement is made at, turns or tokens',
-    'calls': 'a metric: how many a rollout has',
-    'right': 'a metric: the share of rollouts that count as right',
-    'weights': 'of the tokens of a micro-batch',
-    'all': 'the mean over several sets of questions',
-    'outcome': 'a key of the rewards: what a rollout earned, whichever part gave it',
-}
+# words of methods that mean something else in the loop: metrics; what a measurement is made at; weights of a micro-batch's
+# tokens; the mean over several sets; a key of the rewards
+OTHER_MEANINGS = {'turns', 'calls', 'right', 'weights', 'all', 'outcome'}
 
 
 @functools.cache
@@ -162,7 +153,7 @@ def method_words():
     assert {'tips', 'folr', 'turns', 'value', 'dual-clip'} <= {name for d in rows for name in d}, 'where are the parts?'
     names = {name for d in rows for name in d}
     options = {name for d in rows for part in d.values() for name in getattr(part, 'options', {})}
-    return names - set(OTHER_MEANINGS), options - set(OTHER_MEANINGS)
+    return names - OTHER_MEANINGS, options - OTHER_MEANINGS
 
 
 def loop_knows_no_method(nb, numbers):
@@ -236,10 +227,8 @@ def run_notebook(nb, numbers):
         if first != 'credit_rl.launch': yield f'imports {first} before let_threads_sleep() of credit_rl.launch'
 
 
-RULES = [
-    floors, experiments_and_papers_apart, named_like_its_module, no_notebook_tools, torch_alone,
-    nothing_private_from_elsewhere, loop_knows_no_method, nothing_skipped, clean_outputs, executed, run_notebook
-]
+RULES = [floors, experiments_and_papers_apart, named_like_its_module, no_notebook_tools, torch_alone,
+         nothing_private_from_elsewhere, loop_knows_no_method, nothing_skipped, clean_outputs, executed, run_notebook]
 
 
 # ---- the tests ----
@@ -294,7 +283,6 @@ def output(text):
 NUMBERED_SO = {'a': 11, 'b': 12, 'c': 13}
 BAD = [
     (floors, notebook('12_b', '#| export\nfrom credit_rl.c import f')),
-    (floors, notebook('12_b', '#| export\ndef f():\n    from credit_rl import c')),
     (floors, notebook('12_b', '#| export\nimport credit_rl.b')),
     (floors, notebook('12_b', 'from credit_rl.gone import f')),
     (floors, notebook('12_b', '#| export\nfrom .a import f')),
@@ -303,8 +291,6 @@ BAD = [
     (named_like_its_module, notebook('12_b', '#| export\nx = 1')),
     (named_like_its_module, notebook('93_b', '#| default_exp b')),
     (named_like_its_module, notebook('000_tour', '#| default_exp tour')),
-    (named_like_its_module, notebook('000_tour', '#| export\nx = 1')),
-    (floors, notebook('000_tour', 'from credit_rl.gone import f')),
     (no_notebook_tools, notebook('12_b', '#| export\nfrom fastcore.basics import patch')),
     (torch_alone, notebook('34_b', '#|export\nimport math, numpy as np')),
     (nothing_private_from_elsewhere, notebook('12_b', 'from credit_rl.a import g, _h')),
@@ -313,14 +299,9 @@ BAD = [
     (loop_knows_no_method, notebook('63_train', "#| export\nif method.reward in ('shaping', 'record'): pass")),
     (loop_knows_no_method, notebook('62_setup', "#| export\nmatch rule:\n    case 'smdp': pass")),
     (loop_knows_no_method, notebook('61_settings', "#| export\nhigh = method.options['band'][1]")),
-    (loop_knows_no_method, notebook('63_train', "#| export\nright = options_of(config, method).options['right']")),
-    (loop_knows_no_method, notebook('52_learner', "#| export\nform = options.get('match_short', False)")),
-    (loop_knows_no_method, notebook('65_prepare', "#| export\nwhose = '' if summary['method'] == 'carl' else name")),
-    (loop_knows_no_method, notebook('60_methods', "#| export\nusual = m.objective == LOSSES['ppo']")),
     (loop_knows_no_method, notebook('52_learner', "#| export\nREADS = {'tips': 'teacher'}")),
     (nothing_skipped, notebook('12_b', '#| eval: false\nassert f() == 1')),
     (nothing_skipped, notebook('12_b', '#| export\n#| eval: false\ndef f(): pass')),
-    (nothing_skipped, notebook('12_b', '#|eval: False\ntorch.testing.assert_close(x, y)')),
     (clean_outputs, notebook('12_b', 'f()', outputs=output('saved /home/ada/model'))),
     (clean_outputs, notebook('12_b', 'f()', outputs=output(f'saved {ROOT}/model'))),
     (clean_outputs, notebook('12_b', 'f()', outputs=[{'output_type': 'error', 'traceback': ['no']}])),

@@ -47,6 +47,7 @@ def archive(root):
 
 @pytest.mark.parametrize('name', METHODS)
 def test_every_method_has_a_page_in_the_one_form(name, archive):
+    "With all sections, and a command that is accepted."
     method, found = METHODS[name], sections(method_page(METHODS[name], stored_about(METHODS[name], archive)))
     assert list(found) == list(SECTIONS) and all(found.values())
     assert all(f'$$\n{p.equation}\n$$' in found['Equation'] and p.paper in found['Equation'] for p in method.parts)
@@ -54,12 +55,7 @@ def test_every_method_has_a_page_in_the_one_form(name, archive):
     assert all(p.differs.replace('31_potentials', '`31_potentials`') in found['How ours differs']
                for p in method.parts if p.differs and p.differs in method.differs)
     assert all(site_pages.SEEN[what] in found['What it sees'] for what in method.needs.forwards)
-
-
-@pytest.mark.parametrize('name', METHODS)
-def test_the_command_of_a_page_is_accepted(name):
-    words = shlex.split(re.search('credit-rl train (.*)', method_page(METHODS[name]))[1])
-    settings = dict(word.split('=', 1) for word in words)
+    settings = dict(word.split('=', 1) for word in shlex.split(re.search('credit-rl train (.*)', method_page(method))[1]))
     assert settings['method'] == name
     check(make_config({k: int(v) if type(getattr(Config, k, '')) is int or k == 'max_turns' else v
                        for k, v in settings.items()}))

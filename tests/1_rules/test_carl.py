@@ -2,13 +2,11 @@
 import math
 
 import pytest, torch
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 from torch.testing import assert_close
 
 from credit_rl.carl import segment_advantages
 
-settings.register_profile('credit', deadline=None, max_examples=40)
-settings.load_profile('credit')
 NAN = math.nan
 chances = st.floats(0, 1, width=32)
 lams = st.sampled_from([0.0, 0.3, 0.5, 0.95, 1.0])
@@ -47,38 +45,25 @@ def test_the_definition(batch, lam):
     assert not out.isnan().any()
 
 
-@given(rollouts(missing=True), lams, st.sampled_from([NAN, 0.0, 1e6]))
-def test_padding_is_never_read(batch, lam, garbage):
-    values, mask, reward = batch
-    wide = torch.cat([torch.where(mask, values, garbage), torch.full((len(values), 2), garbage, dtype=values.dtype)], 1)
-    out = segment_advantages(wide, torch.nn.functional.pad(mask, (0, 2)), reward, lam)
-    assert_close(out[:, :values.shape[1]], segment_advantages(values, mask, reward, lam), atol=1e-12, rtol=1e-12)
-    assert not out[:, values.shape[1]:].any()
-
-
-@pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16, torch.float16, torch.float64])
-@given(constant=st.floats(-100, 100, width=16), segments=st.integers(1, 15), lam=lams)
+@given(dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16, torch.float64]),
+       constant=st.floats(-100, 100, width=16), segments=st.integers(1, 15), lam=lams)
 def test_a_critic_that_was_right_all_along_gives_exactly_zero(dtype, constant, segments, lam):
     values = torch.full((2, segments), constant).to(dtype)
     out = segment_advantages(values, torch.ones(2, segments, dtype=torch.bool), values[:, 0], lam)
     assert (out == 0).all() and out.dtype == dtype
 
 
-def test_advantages_are_constants_and_integer_outcomes_are_fine():
-    values = torch.tensor([[0.5, 0.75]], requires_grad=True)
-    out = segment_advantages(values, torch.ones(1, 2, dtype=torch.bool), torch.tensor([1]))
-    assert not out.requires_grad and out.tolist() == [[0.25, 0.25]]
-    right = segment_advantages(values, torch.ones(1, 2, dtype=torch.bool), torch.tensor([True]))
-    assert right.tolist() == [[0.25, 0.25]]
-
-
-@pytest.mark.parametrize('bad, message', [
-    (dict(reward=torch.zeros(3)), r'reward must be \(2,\)'), (dict(reward=torch.zeros(2, 1)), r'reward must be \(2,\)'),
-    (dict(values=torch.full((2, 3), math.inf)), 'finite'), (dict(reward=torch.tensor([math.inf, 0])), 'finite'),
-    (dict(segment_mask=torch.ones(2, 3)), 'bool'), (dict(segment_mask=torch.tensor([[True, False, True]] * 2)), 'hole'),
-    (dict(segment_mask=torch.tensor([[False] * 3] * 2)), 'hole'), (dict(lam=-0.1), 'lam'), (dict(lam=1.1), 'lam')])
-def test_refusals(bad, message):
+def test_refusals():
     good = dict(values=torch.full((2, 3), 0.5), segment_mask=torch.ones(2, 3, dtype=torch.bool), reward=torch.zeros(2),
                 lam=0.0)
-    segment_advantages(**good)
-    with pytest.raises(ValueError, match=message): segment_advantages(**{**good, **bad})
+    for right in (torch.tensor([1, 0]), torch.tensor([True, False])):
+        assert segment_advantages(**{**good, 'reward': right})[:, 2].tolist() == [.5, -.5]
+    for bad, message in ((dict(reward=torch.zeros(3)), r'reward must be \(2,\)'),
+                         (dict(reward=torch.zeros(2, 1)), r'reward must be \(2,\)'),
+                         (dict(values=torch.full((2, 3), math.inf)), 'finite'),
+                         (dict(reward=torch.tensor([math.inf, 0])), 'finite'),
+                         (dict(segment_mask=torch.ones(2, 3)), 'bool'),
+                         (dict(segment_mask=torch.tensor([[True, False, True]] * 2)), 'hole'),
+                         (dict(segment_mask=torch.tensor([[False] * 3] * 2)), 'hole'), (dict(lam=-0.1), 'lam'),
+                         (dict(lam=1.1), 'lam')):
+        with pytest.raises(ValueError, match=message): segment_advantages(**{**good, **bad})

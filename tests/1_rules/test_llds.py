@@ -19,7 +19,7 @@ def by_loop(logp, old, a, trained, actions):
     return out
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.integers(0, 10 ** 6))
 def test_the_term_is_its_definition(seed):
     g = torch.Generator().manual_seed(seed)

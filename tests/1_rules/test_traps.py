@@ -1,9 +1,9 @@
 """The traps of the field, seen in released code: what they would give, and that ours does not.
 
 Each test holds the trap as a few wrong lines that give another number on the same input, so it cannot pass by being
-blind. Traps whose tests need engines, rollouts or a metric's own cases are tested beside those; `ELSEWHERE` says where.
+blind. Traps that need engines or rollouts, or that another test shows, are tested beside those; `ELSEWHERE` says where.
 """
-import ast, math
+import ast, itertools, math
 from pathlib import Path
 
 import pytest, torch
@@ -11,88 +11,42 @@ from torch.testing import assert_close
 
 from credit_rl.advantages import discounted_sum, mt_grpo_star, to_tokens, turn_normalize
 from credit_rl.tspo import first_occurrence, folr_rewards
-from credit_rl.groups import at_last_turn, group_normalize, group_share
-from credit_rl.layout import loss_weights, pack, token_logps
+from credit_rl.groups import group_normalize
+from credit_rl.layout import loss_weights
 from credit_rl.metrics import normalize
 from credit_rl.outcome import METRICS, outcome_rewards
-from credit_rl.trajectory import Group, Question, Stop, Trajectory, Turn, example_group
-from random_models import small_qwen
+from credit_rl.trajectory import Group, Question, Stop, Trajectory, Turn
 
 ELSEWHERE = {
     're-tokenised text drifts from the sampled ids':
         'test_engine_and_layout.py::test_sampled_ids_are_kept_where_encoding_their_text_would_give_others',
-    'padding is attended':
-        'test_engine_and_layout.py::test_padding_order_and_company_change_no_logp',
-    "the prompt's example counts as an answer":
-        'test_engine_and_layout.py::test_the_prompts_example_is_no_answer',
-    'an observation counts as an answer':
-        'test_engine_and_layout.py::test_an_observation_is_no_answer',
+    'padding is attended': 'test_engine_and_layout.py::test_padding_order_and_company_change_no_logp',
+    'the loss mask is used as attention mask, so that observations are not read':
+        'test_engine_and_layout.py::test_a_plain_forward_gives_the_sampled_logps',
+    "a mask's sum is taken for the last position":
+        'test_engine_and_layout.py::test_states_end_where_the_next_turn_has_not_begun',
+    "the prompt's example counts as an answer": 'test_engine_and_layout.py::test_the_prompts_example_is_no_answer',
+    'an observation counts as an answer': 'test_engine_and_layout.py::test_an_observation_is_no_answer',
     'an empty normalised gold matches everything, in the metrics':
-        'test_metrics.py::test_an_empty_normalised_gold_never_matches',
+        'test_metrics.py::test_a_gold_that_normalises_to_nothing_is_compared_unstripped_by_em_and_f1_alone',
+    'zero variance is tested on the mean, or on a deviation that is rounded':
+        'test_advantages.py::test_equal_rewards_give_exactly_zero',
     'a group without a difference is given advantages, in each method':
         'test_engine_and_layout.py::test_groups_without_a_difference_get_exactly_nothing',
+    'a failed teacher call is scored 0.0, which is probability 1':
+        'test_potentials.py::test_shaping_sums_to_the_potential_of_the_prompt',
     'micro-batches are averaged instead of summed':
         'test_losses.py::test_the_learners_batch_1_times_8_is_its_batch_8_times_1',
 }
 NAN = math.nan
 
 
-@pytest.mark.parametrize('place', ELSEWHERE.values(), ids=ELSEWHERE)
-def test_the_trap_is_still_tested_there(place):
-    file, name = place.split('::')
-    (path,) = Path(__file__).parents[1].rglob(file)
-    tree = ast.parse(path.read_text(encoding='utf-8'))
-    assert name in {n.name for n in tree.body if isinstance(n, ast.FunctionDef)}
-
-
-# ---------------------------------------------------------------- masks
-
-@pytest.fixture(scope='module')
-def model():
-    "A small Qwen2 with sharp random weights, which minds what it reads."
-    return small_qwen(100, intermediate_size=96, initializer_range=.2)
-
-
-@torch.no_grad()
-def test_loss_mask_used_as_attention_mask(model):
-    "Observations are read, though never trained on."
-    layout = pack([example_group()])
-
-    class Blind:
-        "The trap: the forward is given the loss mask as attention mask."
-        get_output_embeddings = model.get_output_embeddings
-        def base_model(self, input_ids, use_cache):
-            return model.base_model(input_ids, attention_mask=(layout.trained | prompt).long(), use_cache=use_cache)
-
-    P = len(example_group().trajectories[0].prompt_ids)
-    prompt = torch.arange(layout.ids.shape[1]).expand_as(layout.ids) < P
-    ours, trap = (token_logps(m, layout.ids, layout.trained) for m in (model, Blind()))
-    for i, n in enumerate(layout.lengths.tolist()):                    # the truth: the row alone, nothing hidden
-        ids = layout.ids[i, :n]
-        truth = model(ids[None]).logits[0, :-1].log_softmax(-1).gather(-1, ids[1:, None])[:, 0]
-        own = layout.trained[i, 1:n]
-        assert_close(ours[i, 1:n][own], truth[own], atol=1e-4, rtol=0)
-        first = layout.token_turns[i, 1:n][own] == 0
-        assert_close(trap[i, 1:n][own][first], truth[own][first], atol=1e-4, rtol=0)
-        assert (trap[i, 1:n][own][~first] - truth[own][~first]).abs().max() > 0.1
-
-
-def test_mask_sum_minus_one_taken_for_the_last_position():
-    "Positions are counted from the front, through prompts, observations and the padding of others."
-    layout = pack([example_group()], prefix=1)
-    trap = layout.trained.sum(1) - 1
-    last = torch.where(layout.trained, torch.arange(layout.ids.shape[1]), -1).amax(1)
-    for i, t in enumerate(example_group().trajectories):
-        # an answer's last token
-        assert layout.ids[i, last[i]] == t.turns[-1].action_ids[-1] and layout.states[i, -1, 1] == last[i]
-        assert layout.trained[i, trap[i] + 1:].any()                   # the trap stops short
-        for k, turn in enumerate(t.turns[:-1]):  # S_{k+1} ends with the observation, before the next prefix
-            assert layout.ids[i, layout.states[i, k + 1, 1] + 1] == turn.observation_ids[-1]
-    # counting turns is right without holes only, so they are refused
-    holed = torch.tensor([[True, False, True], [True, True, False]])
-    with pytest.raises(ValueError, match='hole'): at_last_turn(torch.ones(2), holed)
-    whole = torch.tensor([[True, True, True], [True, True, False]])
-    assert at_last_turn(torch.tensor([5., 7.]), whole).tolist() == [[0, 0, 5], [0, 7, 0]]
+def test_the_traps_are_still_tested_there():
+    for trap, place in ELSEWHERE.items():
+        file, name = place.split('::')
+        (path,) = Path(__file__).parents[1].rglob(file)
+        tree = ast.parse(path.read_text(encoding='utf-8'))
+        assert name in {n.name for n in tree.body if isinstance(n, ast.FunctionDef)}, trap
 
 
 def test_a_reward_that_is_not_zero_taken_for_a_turns_end():
@@ -117,25 +71,6 @@ def test_a_reward_that_is_not_zero_taken_for_a_turns_end():
     assert w[0, 4] == w[0, 1] == 0.5                                   # and so does an average over turns
 
 
-# ---------------------------------------------------------------- comparisons
-
-def test_zero_variance_tested_on_the_mean_not_on_the_spread():
-    """Whether a group says anything is a question about its spread: neither its mean nor a deviation that is rounded
-    can tell."""
-    def trap(x): return (x.mean() == 0) | (x.mean() == 1)              # "all wrong or all right"
-    by_mean = torch.tensor([-1., 1.])  # a penalty and a success: mean 0, and a clear lesson
-    pair = torch.zeros(2, dtype=torch.long)
-    assert trap(by_mean) and group_normalize(by_mean, pair).tolist() == pytest.approx([-1, 1], abs=1e-5)
-    share = group_share(by_mean, pair)
-    assert share['collapsed'] == 0 and share['mixed'] == 1
-
-    equal, many = torch.full((11,), 0.7), torch.zeros(11, dtype=torch.long)
-    centered = equal - equal.sum() / 11  # float32 cannot even average eleven equal numbers
-    assert not trap(equal) and (centered / (centered.pow(2).mean().sqrt() + 1e-6)).abs().max() > 0.01
-    assert not group_normalize(equal, many).any() and group_share(equal, many)['collapsed'] == 1
-    assert not turn_normalize(equal[:, None], torch.ones(11, 1, dtype=torch.bool), many).any()
-
-
 def test_per_turn_comparison_is_a_hidden_bonus_for_not_stopping():
     "The trap is a rule that is offered (`pad='none'`); the default and the pooled comparison are free of it."
     x = torch.tensor([[1., 1., NAN], [0.5, 0.5, 0.5], [0., 0., 0.]])   # the first rollout answered and stopped
@@ -152,28 +87,22 @@ def test_per_turn_comparison_is_a_hidden_bonus_for_not_stopping():
     assert not turn_normalize(latent, mask, groups)[:, 2].any()
 
 
-# ---------------------------------------------------------------- answers
-
-@pytest.mark.parametrize('metric', METRICS)
-def test_only_the_first_gold_scored(metric):
-    golds = ['12', '7'] if metric == 'numeric' else ['Vienna', 'Budapest']
-    question = Question('q', '?', golds)
+def test_only_the_first_gold_scored_and_looked_for():
     answer = Turn('answer', [1], [-0.1], [], '', '')
-    second = Group(question, [Trajectory(question, [0], [answer], Stop.ANSWER, golds[1])])
-    assert METRICS[metric](golds[1], golds[:1]) == 0 and outcome_rewards([second], metric).tolist() == [1]
-
-
-def test_only_the_first_gold_looked_for():
+    for metric in METRICS:
+        golds = ['12', '7'] if metric == 'numeric' else ['Vienna', 'Budapest']
+        question = Question('q', '?', golds)
+        second = Group(question, [Trajectory(question, [0], [answer], Stop.ANSWER, golds[1])])
+        assert METRICS[metric](golds[1], golds[:1]) == 0 and outcome_rewards([second], metric).tolist() == [1]
     seen = ['nothing', 'It is New York.']
     assert first_occurrence(seen, ['NYC', 'New York']) == 1 and first_occurrence(seen, ['NYC', 'New York'][:1]) is None
 
 
-@pytest.mark.parametrize('gold', ['the', '!', 'A', '?!', ' an '])
-def test_an_empty_normalised_gold_is_seen_everywhere(gold):
+def test_an_empty_normalised_gold_is_seen_everywhere():
     "The trap: normalise, then look for the result in the text. Nothing is in every text."
     text = 'Vienna is the capital of Austria'
-    assert normalize(gold) in normalize(text) and f' {normalize(gold)} '.replace('  ', ' ') in f' {normalize(text)} '
-    for short in (False, True):
+    for gold, short in itertools.product(('the', '!', 'A', '?!', ' an '), (False, True)):
+        assert normalize(gold) in normalize(text)
         # nor in a text of which nothing is left
         assert first_occurrence([text, '', 'The'], [gold], match_short=short) is None
         assert first_occurrence([text], [gold, 'Austria'], match_short=short) == 0

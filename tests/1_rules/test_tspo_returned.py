@@ -23,8 +23,6 @@ from credit_rl.trajectory import Group, Question, Result, Trajectory, Turn, exam
 from credit_rl.turn_rewards import rule_turn_rewards
 from credit_rl.warmup import gold_shown
 
-settings.register_profile('credit', deadline=None, max_examples=40)
-settings.load_profile('credit')
 
 QUERIES = ['Is it Lyon or Paris?', 'capital of France']
 ECHO = f'Query: {QUERIES[0]}\nNo results.\n\nQuery: {QUERIES[1]}\nDoc 1 (Title: "France") A country in Europe.'
@@ -41,25 +39,18 @@ def turn(text, queries=QUERIES, result=Result.OK, **more):
     return Turn('tool', [1], [-1.], [2], '', text, {'name': 'search', 'queries': list(queries)}, result, **more)
 
 
-@pytest.mark.parametrize('gold', ['Paris', 'Lyon', 'Doc', 'Title', 'Query', 'No results'])
-def test_what_the_policy_or_we_wrote_is_no_find(gold):
+def test_what_the_policy_or_we_wrote_is_no_find():
     "An echoed query, our labels and our words for nothing pay in no measure of a turn."
-    asked = group([turn(ECHO)], [gold])
-    assert first_turns([asked]).tolist() == [-1]
-    assert rule_turn_rewards([asked])[0, 0].item() == pytest.approx(.1)
-    assert not shown_states([asked]).any()
-    assert error_category(asked.trajectories[0], PROTOCOLS['tspo']) == 'not found'
-
-
-@pytest.mark.parametrize('gold', ['Paris', 'France'])
-def test_titles_and_texts_are_finds(gold):
-    found = group([turn(HIT)], [gold])
-    assert first_turns([found]).tolist() == [0] and rule_turn_rewards([found])[0, 0].item() == pytest.approx(.25)
-    assert shown_states([found]).tolist() == [[False, True]]
-    assert error_category(found.trajectories[0], PROTOCOLS['tspo']) == 'misread'
-
-
-def test_an_error_that_quotes_the_call_is_no_find():
+    for gold in ('Paris', 'Lyon', 'Doc', 'Title', 'Query', 'No results'):
+        asked = group([turn(ECHO)], [gold])
+        assert first_turns([asked]).tolist() == [-1] and not shown_states([asked]).any()
+        assert rule_turn_rewards([asked])[0, 0].item() == pytest.approx(.1)
+        assert error_category(asked.trajectories[0], PROTOCOLS['tspo']) == 'not found'
+    for gold in ('Paris', 'France'):                                                # titles and texts are finds
+        found = group([turn(HIT)], [gold])
+        assert first_turns([found]).tolist() == [0] and shown_states([found]).tolist() == [[False, True]]
+        assert rule_turn_rewards([found])[0, 0].item() == pytest.approx(.25)
+        assert error_category(found.trajectories[0], PROTOCOLS['tspo']) == 'misread'
     told = turn("Error: there is no tool named 'Paris', only 'search'", result=Result.MALFORMED)
     failed = turn('Error: KeyError: Paris', result=Result.ERROR)
     assert first_turns([group([told, failed])]).tolist() == [-1]
@@ -93,13 +84,9 @@ def test_what_is_stored_counts_before_what_can_be_read():
 
 
 def test_years_and_letters():
-    assert first_occurrence(['The war (1914–1918) ended.'], ['1918']) == 0
-    assert first_occurrence(['The war (1914-18) ended.'], ['1914']) == 0
-    assert first_occurrence(['From 1914-1918.'], ['1914–1918']) == 0
-    assert first_occurrence(['On 2010-11-05.'], ['2010']) is None
-    assert first_occurrence(['ab-1914-1918'], ['1914']) is None
-    assert first_occurrence(['Cafe\u0301 Flore'], ['Caf\u00e9 Flore']) == 0
-    assert first_occurrence(['Caf\u00e9 Flore'], ['Cafe\u0301 Flore']) == 0
+    for text, gold, found in (('The war (1914-18) ended.', '1914', 0), ('On 2010-11-05.', '2010', None),
+                              ('ab-1914-1918', '1914', None), ('Caf\u00e9 Flore', 'Cafe\u0301 Flore', 0)):
+        assert first_occurrence([text], [gold]) == found, text
 
 
 PIECES = ['a', 'an', 'the', 'The', 'new', 'New', 'york', 'us', '“', '”', '–', '-', '’', '.', ' ', ' ', '\n', '\xa0',
@@ -107,7 +94,7 @@ PIECES = ['a', 'an', 'the', 'The', 'new', 'New', 'york', 'us', '“', '”', '�
 TEXTS = st.lists(st.sampled_from(PIECES) | st.characters(), max_size=14).map(''.join)
 
 
-@settings(max_examples=400)
+@settings(max_examples=200)
 @given(TEXTS, st.lists(TEXTS, min_size=1, max_size=3))
 def test_the_quick_search_is_the_slow_one(text, golds):
     nfc = lambda x: unicodedata.normalize('NFC', x)

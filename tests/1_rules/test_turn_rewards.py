@@ -2,7 +2,7 @@
 import dataclasses, gzip, json, math
 
 import pytest, torch
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 from torch.testing import assert_close
 
 from credit_rl import judge as judges
@@ -18,21 +18,15 @@ from credit_rl.turn_rewards import (judge_prompt, judge_rewards, parse_ratings, 
 from judge_server import Stub, counted, no_proxy  # noqa: F401
 from made_runs import SHORT
 
-settings.register_profile('turn_rewards', deadline=None, max_examples=60)
-settings.load_profile('turn_rewards')
 NAN = math.nan
 
 
 def rollout(question, *turns):
     "A trajectory of (call or None, observation); None: the environment said nothing."
-    made = [
-        Turn('tool' if call or seen is not None else 'answer', [1, 2], [-.1, -.2], () if seen is None else (3, ), 'x',
-             seen or '', call and {'name': 'search', 'queries': [call]}) for call, seen in turns
-    ]
+    made = [Turn('tool' if call or seen is not None else 'answer', [1, 2], [-.1, -.2], () if seen is None else (3,), 'x',
+                 seen or '', call and {'name': 'search', 'queries': [call]}) for call, seen in turns]
     return Trajectory(question, [0], made, Stop.ANSWER, 'x')
 
-
-# ---------------------------------------------------------------- rules
 
 texts = st.text(alphabet='aAbB Error:', max_size=12)
 
@@ -51,15 +45,16 @@ def test_rule_rewards_are_those_of_e4(segments, golds, execution, presence):
         assert a == (execution + presence if ran and present else t)  # once, however many golds match
 
 
-@pytest.mark.parametrize('bad, error, match', [
-    (dict(observations='x'), TypeError, 'lists of strings'), (dict(golds='gold'), TypeError, 'lists of strings'),
-    (dict(called=[True, False]), ValueError, 'one truth value'), (dict(variant='paper'), ValueError, 'tool-only')])
-def test_rules_refuse(bad, error, match):
-    good = dict(observations=['x'], golds=['x'], called=[True])
-    with pytest.raises(error, match=match): rule_rewards(**{**good, **bad})
+def test_rules_refuse():
+    for bad, error, match in ((dict(observations='x'), TypeError, 'lists of strings'),
+                              (dict(golds='gold'), TypeError, 'lists of strings'),
+                              (dict(called=[True, False]), ValueError, 'one truth value'),
+                              (dict(variant='paper'), ValueError, 'tool-only')):
+        with pytest.raises(error, match=match):
+            rule_rewards(**{**dict(observations=['x'], golds=['x'], called=[True]), **bad})
+    for weights in ((1, 1), (0, 0, 0), (1, -1, 1)):
+        with pytest.raises(ValueError): rating_scores([[1, 1, 1]], weights)
 
-
-# ---------------------------------------------------------------- where a reward goes
 
 @st.composite
 def token_layouts(draw):
@@ -103,20 +98,16 @@ def test_rewards_are_placed_where_the_turns_are(layout):
         assert_close(totals, rewards.nan_to_num(0.0).sum(1))
 
 
-@pytest.mark.parametrize('rewards, table, owner, how, message', [
-    ([[1.0, 2.0]], [[0, -1]], None, 'last', r'\(0, 1\)'), ([[NAN]], [[0]], None, 'last', 'finite'),
-    ([[math.inf]], [[0]], None, 'last', 'finite'),
-    ([[1.0]], [[0, 1]], None, 'last', r'\[-1, 1\)'), ([[1.0]], [[0, -2]], None, 'last', r'\[-1, 1\)'),
-    ([[1.0]], [[0], [0]], None, 'last', 'row_trajectory'), ([[1.0]], [[0], [0]], [0, 1], 'last', r'\[0, 1\)'),
-    ([[1.0]], [[0], [0]], [0], 'last', 'trajectory'), ([[1.0]], [[0.0]], None, 'last', 'integers'),
-    ([[1]], [[0]], None, 'last', 'floats'),
-    ([[1.0]], [[0]], None, 'first', 'distributed')])
-def test_placing_refuses(rewards, table, owner, how, message):
-    with pytest.raises(ValueError, match=message):
-        place_rewards(torch.tensor(rewards), torch.tensor(table), None if owner is None else torch.tensor(owner), how)
+def test_placing_refuses():
+    for rewards, table, owner, how, message in (
+            ([[1.0, 2.0]], [[0, -1]], None, 'last', r'\(0, 1\)'), ([[NAN]], [[0]], None, 'last', 'finite'),
+            ([[1.0]], [[0, 1]], None, 'last', r'\[-1, 1\)'), ([[1.0]], [[0, -2]], None, 'last', r'\[-1, 1\)'),
+            ([[1.0]], [[0], [0]], None, 'last', 'row_trajectory'), ([[1.0]], [[0], [0]], [0, 1], 'last', r'\[0, 1\)'),
+            ([[1.0]], [[0], [0]], [0], 'last', 'trajectory'), ([[1.0]], [[0.0]], None, 'last', 'integers'),
+            ([[1]], [[0]], None, 'last', 'floats'), ([[1.0]], [[0]], None, 'first', 'distributed')):
+        with pytest.raises(ValueError, match=message):
+            place_rewards(torch.tensor(rewards), torch.tensor(table), owner and torch.tensor(owner), how)
 
-
-# ---------------------------------------------------------------- what a judge says
 
 triples = st.lists(st.lists(st.integers(0, 2), min_size=3, max_size=3), min_size=1, max_size=5)
 
@@ -131,17 +122,11 @@ def test_ratings_are_read_from_the_last_list(ratings, before, sign, spaced):
     assert parse_ratings(reply.replace(said, said[:-1])) is None     # cut off: the draft before it does not count
 
 
-@pytest.mark.parametrize('said', ['', '[]', '[[]]', '[[1,1]]', '[[1,1,1,1]]', '[[1,1,3]]', '[[1,1,-1]]', '[[1,1,1.0]]',
-                                  '[[1,1,true]]', '[["1","1","1"]]', '[[1,1,null]]', '[1,1,1]', '[[1,1,1],[1,1]]',
-                                  '[[1,1,1],]', '[[[1,1,1]]]', '[[a,b,c]]', '[[1,1,' + '9' * 5000 + ']]',
-                                  '[' * 50000, '[[' + '1,' * 20000])
-def test_everything_else_is_unparsable(said):
-    assert parse_ratings(f'ratings_by_pair={said}') is None
-
-
-@pytest.mark.parametrize('weights', [(1, 1), (0, 0, 0), (1, -1, 1)])
-def test_scores_refuse(weights):
-    with pytest.raises(ValueError): rating_scores([[1, 1, 1]], weights)
+def test_everything_else_is_unparsable():
+    for said in ('', '[[]]', '[[1,1,1,1]]', '[[1,1,-1]]', '[[1,1,1.0]]', '[[1,1,true]]', '[["1","1","1"]]', '[[1,1,null]]',
+                 '[1,1,1]', '[[1,1,1],[1,1]]', '[[1,1,1],]', '[[[1,1,1]]]', '[[1,1,' + '9' * 5000 + ']]', '[' * 50000,
+                 '[[' + '1,' * 20000):
+        assert parse_ratings(f'ratings_by_pair={said}') is None, said[:40]
 
 
 def test_the_judge_sees_question_calls_and_responses_and_nothing_else():
@@ -154,6 +139,8 @@ def test_the_judge_sees_question_calls_and_responses_and_nothing_else():
     assert judge_prompt(t, 'Q {question} P {pairs}')[0].startswith('Q Who {pairs}? P Pair 1\n')
     for bad in ('Q {question}', 'P {pairs}', ''):
         with pytest.raises(ValueError, match='field'): judge_prompt(t, bad)
+    t = rollout(Question('q', 'Is 1 < 2, by a pair_of <b>scales</b>?', ['gold']), ('a_b', '{"x": 1} <i>so</i>'))
+    assert t.question.text in judge_prompt(t)[0] and '{"x": 1} <i>so</i>' in judge_prompt(t)[0]      # as they stand
 
 
 FORGED = st.lists(st.sampled_from(['<think>', '</think>', '<answer>', '</answer>', '</tool_response>', '<tool_call>',
@@ -175,14 +162,6 @@ def test_what_is_graded_cannot_give_the_grades(question, query, seen):
         assert parse_ratings(reply, 2) == [[0, 1, 0], [0, 0, 1]]
 
 
-def test_a_text_without_the_grades_form_is_shown_to_the_judge_as_it_is():
-    t = rollout(Question('q', 'Is 1 < 2, by a pair_of <b>scales</b>?', ['gold']), ('a_b', '{"x": 1} <i>so</i>'))
-    text, _ = judge_prompt(t)
-    assert t.question.text in text and '{"x": 1} <i>so</i>' in text
-
-
-# ---------------------------------------------------------------- a judge behind HTTP
-
 def upper(reply):
     return reply.upper() if reply != 'mumble' else None
 
@@ -202,22 +181,14 @@ def test_normal_replies_come_back_in_order():
         assert [m['role'] for m in last['messages']] == ['system', 'user']
 
 
-@pytest.mark.parametrize('status', [500, 503, 429])
+@pytest.mark.parametrize('status', [500, 429])
 def test_an_error_of_the_server_is_tried_again(status):
     with Stub(lambda prompt, attempt: status if attempt < int(prompt) else 'fine') as stub:
-        judge = stub.judge()
+        judge = stub.judge(concurrency=1)
         assert judge.ask(['0', '1', '2'], upper) == ['FINE'] * 3 and judge.counts == counted(3, retries=3)
-        assert judge.ask(['3'], upper) == [None]                                  # only two retries were allowed
-        assert judge.counts == counted(4, retries=5, failures=1)
-        assert str(status) in judge.last_error and len(stub.requests) == 1 + 2 + 3 + 3
-
-
-@pytest.mark.parametrize('status', [400, 401, 404])
-def test_an_error_of_ours_is_not_tried_again(status):
-    with Stub(lambda prompt, attempt: status) as stub:
-        judge = stub.judge()
-        assert judge.ask(['x'], upper) == [None] and judge.counts == counted(1, failures=1) and len(stub.requests) == 1
-        with pytest.raises(ConnectionError, match=f'stub.*{status}'): judge.check()
+        assert judge.ask(['3', '00'], upper) == [None, 'FINE']                    # only two retries were allowed
+        assert judge.counts == counted(5, retries=5, failures=1)
+        assert str(status) in judge.last_error and len(stub.requests) == 1 + 2 + 3 + 3 + 1
 
 
 def test_an_attempt_that_hangs_is_tried_again():
@@ -227,20 +198,14 @@ def test_an_attempt_that_hangs_is_tried_again():
         assert judge.counts == counted(1, retries=judge.counts['retries']) and judge.counts['retries'] >= 1
 
 
-def test_one_that_fails_does_not_hold_the_others_up():
-    with Stub(lambda prompt, attempt: 500 if prompt == 'bad' else 'fine') as stub:
-        judge = stub.judge(concurrency=1)
-        assert judge.ask(['a', 'bad', 'b'], upper) == ['FINE', None, 'FINE']
-        assert judge.counts == counted(3, retries=2, failures=1)
-
-
-@pytest.mark.parametrize('answer', [b'<html>welcome</html>', b'', {'choices': []}, {'choices': [{}]}, {'choices': None},
-                                    {'detail': 'no'}])
-def test_a_success_that_is_no_completion_is_a_failure(answer):
-    with Stub(lambda prompt, attempt: answer) as stub:
+def test_an_error_of_ours_and_what_is_no_completion_are_not_tried_again():
+    answers = [404, b'<html>welcome</html>', b'', {'choices': []}, {'choices': [{}]}, {'choices': None}, {'detail': 'no'}]
+    with Stub(lambda prompt, attempt: answers[int(prompt)] if prompt.isdigit() else 404) as stub:
         judge = stub.judge()
-        assert judge.ask(['x'], upper) == [None]
-        assert judge.counts == counted(1, failures=1) and 'no chat completion' in judge.last_error
+        assert judge.ask(list('0123456'), upper) == [None] * 7 and len(stub.requests) == 7
+        assert judge.counts == counted(7, failures=7) and judge.ask(['1'], upper) == [None]
+        assert 'no chat completion' in judge.last_error
+        with pytest.raises(ConnectionError, match='stub.*404'): judge.check()
 
 
 def test_an_unparsable_reply_leaves_the_statistics_and_is_counted():
@@ -264,64 +229,64 @@ def test_an_unparsable_reply_leaves_the_statistics_and_is_counted():
     assert all(name in METRICS for name in logged)
 
 
-@pytest.mark.parametrize('bad', [dict(retries=-1), dict(timeout=0), dict(concurrency=0), dict(deadline=0)])
-def test_a_judge_refuses_nonsense(bad):
-    with pytest.raises(ValueError): Judge('http://127.0.0.1:1/v1', 'm', **bad)
-
-
 def test_judge_rewards_from_end_to_end():
     "Readable, unreadable, wrong number of pairs, failed; a rollout without segments is not asked about."
     says = {'good': 'ratings_by_pair=[[2,2,2],[2,1,0]]', 'vague': 'fine work', 'short': 'ratings_by_pair=[[2,2,2]]',
             'broken': 500}
-    questions = {n: Question(n, f'about {n}?', ['gold']) for n in [*says, 'none']}
-    groups = [
-        Group(q, [rollout(q, ('a', 'b'), ('c', 'd'), (None, None))] if n != 'none' else [rollout(q, (None, None))])
-        for n, q in questions.items()
-    ]
+    called, groups = [('a', 'b'), ('c', 'd')], []
+    for n in (*says, 'none'):
+        q = Question(n, f'about {n}?', ['gold'])
+        groups.append(Group(q, [rollout(q, *called * (n != 'none'), (None, None))]))
     with Stub(lambda prompt, attempt: next(v for k, v in says.items() if f'about {k}?' in prompt)) as stub:
         judge = stub.judge()
         out = judge_rewards(groups, judge, weights=(2, 1, 1))
         assert len(stub.requests) == 3 + 3 + 2       # three attempts of what broke, two unreadable asked again
-    assert_close(out, torch.tensor([[1, 5 / 8, 0], [NAN, NAN, 0], [NAN, NAN, 0], [NAN, NAN, 0], [0, 0, 0]]),
-                 equal_nan=True)
+    nan = [NAN, NAN, 0]
+    assert_close(out, torch.tensor([[1, 5 / 8, 0], nan, nan, nan, [0, 0, 0]]), equal_nan=True)
     assert judge.counts == counted(4, retries=2, failures=1, unparsable=2)
 
 
-# ---------------------------------------------------------------- a judge's words from a file
+class Listener:
+    "A judge that says nothing."
+    def __init__(self): self.asked = []
+
+    def ask(self, prompts, parse):
+        self.asked += prompts
+        return [None] * len(prompts)
+
 
 @pytest.mark.parametrize('spelling, needs', [('outcome+judge/calls', '{question} {pairs}'), ('prs', '')])
 def test_a_judge_is_told_what_a_file_says(tmp_path, spelling, needs):
     "The file's words reach the judge, and a file that lacks a placeholder or has another is refused at the door."
-    asked, path = [], tmp_path / 'judge.txt'
+    path, judge, form = tmp_path / 'judge.txt', Listener(), {'form': 'long'} if spelling == 'prs' else {}
 
-    class Listener:
-        def ask(self, prompts, parse):
-            asked.extend(prompts)
-            return [None] * len(prompts)
-
-    path.write_text(f'Be strict. {needs}')
-    options = {'judge': Listener(), 'judge_prompt': str(path), **({'form': 'long'} if spelling == 'prs' else {})}
-    method = compose(spelling).bind(options)
-    method.text_rewards([answered()])
-    assert asked and all('Be strict.' in str(prompt) for prompt in asked)
+    def bound(text):
+        path.write_text(text)
+        return compose(spelling).bind({'judge': judge, 'judge_prompt': str(path), **form})
+    bound(f'Be strict. {needs}').text_rewards([answered()])
+    assert judge.asked and all('Be strict.' in str(prompt) for prompt in judge.asked)
     for other in ('{other}', '{Gold}', '{ref2}'):
-        path.write_text(f'Be strict. {needs} {other}')
-        with pytest.raises(ValueError, match=f'must have the placeholders .*, got .*{other}'):
-            compose(spelling).bind(options)
-    path.write_text(rf'Be strict. {needs} Put it into \boxed{{answer}}, as {{"a": 1}}.')          # no placeholders
-    compose(spelling).bind(options)
-    with pytest.raises(ValueError, match='read'):
-        compose(spelling).bind({**options, 'judge_prompt': str(tmp_path / 'no.txt')})
+        with pytest.raises(ValueError, match=f'must have the placeholders .*, got .*{other}'): bound(f'{needs} {other}')
+    bound(rf'Be strict. {needs} Put it into \boxed{{answer}}, as {{"a": 1}}.')                     # no placeholders
+    path.unlink()
+    with pytest.raises(ValueError, match='read'): compose(spelling).bind({'judge': judge, 'judge_prompt': str(path), **form})
+
+
+def grades(prompt, attempt): return f'ratings_by_pair={[[2, 1, 0]] * prompt.count("</tool_response>")}'
+
+
+def judged(stub, **judge):
+    "Settings of a short run with a judge."
+    judge = {'base_url': f'http://127.0.0.1:{stub.server.server_port}/v1', 'model': 'stub', **judge}
+    return {**SHORT, 'method': 'outcome+judge/calls', 'options': {'judge': judge}, 'questions_per_step': 2, 'group_size': 2,
+            'dev_questions': 1, 'test_questions': 1}
 
 
 def test_a_run_that_is_resumed_counts_its_judge_as_a_whole_one(tmp_path):
-    "By step; what was asked so far began at 0 again with each process."
-    with Stub(lambda prompt, attempt: f'ratings_by_pair={[[2, 1, 0]] * prompt.count("</tool_response>")}') as stub:
-        judge = {'base_url': f'http://127.0.0.1:{stub.server.server_port}/v1', 'model': 'stub'}
-        settings = {**SHORT, 'method': 'outcome+judge/calls', 'options': {'judge': judge}, 'questions_per_step': 2,
-                    'eval_every': 1}
+    with Stub(grades) as stub:
+        settings = judged(stub) | {'eval_every': 1}
         folders = tmp_path / 'whole', tmp_path / 'parts', tmp_path / 'parts'
-        for folder, steps in zip(folders, (3, 1, 3)):
+        for folder, steps in zip(folders, (2, 1, 2)):
             judges._judge_at.cache_clear()                                                    # another process
             train(settings | {'steps': steps, 'run': str(folder), 'resume': True}, say=lambda line: None)
         asked = len(stub.requests) - 3                                                        # a check before each
@@ -340,11 +305,10 @@ def test_a_run_keeps_the_hash_of_its_judges_words_and_its_key_to_itself(tmp_path
     too, and no file of the run's folder, those packed by gzip unpacked."""
     monkeypatch.setenv('JUDGE_KEY', KEY)
     (tmp_path / 'words.txt').write_text('Grade {pairs} for {question}.')
-    grades, lines = lambda prompt, attempt: f'ratings_by_pair={[[2, 1, 0]] * prompt.count("</tool_response>")}', []
     with Stub(grades) as stub:
-        judge = {'base_url': f'http://127.0.0.1:{stub.server.server_port}/v1', 'model': 'stub', 'key_from': 'JUDGE_KEY'}
-        run = train({**SHORT, 'steps': 1, 'questions_per_step': 2, 'run': str(tmp_path / 'run'), 'options': {
-            'judge': judge, 'judge_prompt': str(tmp_path / 'words.txt')}, 'method': 'outcome+judge/calls'}, lines.append)
+        settings, lines = judged(stub, key_from='JUDGE_KEY') | {'steps': 1, 'run': str(tmp_path / 'run')}, []
+        settings['options']['judge_prompt'] = str(tmp_path / 'words.txt')
+        run = train(settings, lines.append)
     summary = json.loads((run / 'summary.json').read_text())
     assert summary['judge_prompt_hashes'] == {'judge': prompt_hash('Grade {pairs} for {question}.')}
     assert len(stub.requests) > 1 and all('Grade Pair 1' in r['messages'][0]['content'] for r in stub.requests[1:])
@@ -365,12 +329,13 @@ def test_a_key_among_the_options_is_refused_and_not_repeated(spelling, options, 
     assert KEY not in str(refusal.value)
 
 
-@pytest.mark.parametrize('judge, said', [({'modell': 'x'}, "did you mean 'model'"), ({'model': ''}, "needs 'model'"),
-                                         ({'key_from': 'NO_SUCH_KEY'}, 'export NO_SUCH_KEY'),
-                                         ({'key_from': '/dev/null'}, 'is empty')])
-def test_a_judges_settings_are_checked_at_the_door(judge, said):
-    with pytest.raises(ValueError, match=said):
-        compose('outcome+judge/calls').bind({'judge': {'base_url': 'http://h/v1', 'model': 'stub', **judge}})
+def test_a_judges_settings_are_checked_at_the_door():
+    for judge, said in (({'modell': 'x'}, "did you mean 'model'"), ({'model': ''}, "needs 'model'"),
+                        ({'key_from': 'NO_SUCH_KEY'}, 'export NO_SUCH_KEY'), ({'key_from': '/dev/null'}, 'is empty')):
+        with pytest.raises(ValueError, match=said):
+            compose('outcome+judge/calls').bind({'judge': {'base_url': 'http://h/v1', 'model': 'stub', **judge}})
+    for bad in (dict(retries=-1), dict(timeout=0), dict(concurrency=0), dict(deadline=0)):
+        with pytest.raises(ValueError): Judge('http://127.0.0.1:1/v1', 'm', **bad)
 
 
 def test_a_server_that_repeats_a_wrong_key_does_not_spread_it():

@@ -1,19 +1,15 @@
 """42_vspo: value-based sampling; frequencies of the draw against its probabilities, weights against literal copies."""
 import math, statistics
-from types import SimpleNamespace
 
 import pytest, torch
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 from torch.testing import assert_close
 
 from credit_rl.groups import group_normalize
 from credit_rl.layout import loss_weights
-from credit_rl.parts import Batch
-from credit_rl.vspo import (PARTS, informative, choose_groups, sampling_probabilities, task_values,
-                            value_smoothing, vspo_weights)
+from credit_rl.vspo import (choose_groups, informative, sampling_probabilities, task_values, value_smoothing,
+                            vspo_weights)
 
-settings.register_profile('credit', deadline=None, max_examples=40)
-settings.load_profile('credit')
 NAN = math.nan
 reward = st.one_of(st.sampled_from([0.0, 1.0]), st.integers(-16, 32).map(lambda i: i / 16))   # exact in every type
 
@@ -51,14 +47,13 @@ def test_values_and_kept_groups_are_the_definition(x):
         if len(set(rewards)) == 1: assert value == 0
 
 
-@pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16, torch.float16])
-@given(tables(missing=True))
+@given(st.sampled_from([torch.float32, torch.bfloat16, torch.float16, torch.long]), tables(missing=True))
 def test_low_precision_uses_float32_statistics(dtype, x):
+    if dtype is torch.long: x = x.nan_to_num(2.).round()                                   # whole rewards, as they may come
     low = x.to(dtype)                                                                      # rewards are exact in it
     assert task_values(low).dtype == torch.float32
     assert_close(task_values(low), task_values(x.float()), equal_nan=True)
-    for a, b in zip(vspo_weights(low, generator=seeded()), vspo_weights(x.float(), generator=seeded())):
-        assert_close(a, b)
+    assert_close(vspo_weights(low, generator=seeded()), vspo_weights(x.float(), generator=seeded()))
 
 
 def test_silence_is_tested_on_the_spread_too():
@@ -86,7 +81,7 @@ def test_places_are_kept_and_filled(x, sampling, clip, seed):
 KEPT = torch.tensor([[1.0, 0, 0, 0, 0], [1, 1, 0, 0, 0], [1, 1, 1, 1, 0]])
 
 
-@pytest.mark.parametrize('sampling, temperature', [('value', 0.1), ('value', 0.02), ('random', 0.1)])
+@pytest.mark.parametrize('sampling, temperature', [('value', 0.1), ('random', 0.1)])
 def test_the_draw_follows_its_probabilities(sampling, temperature):
     """n independent draws: by Hoeffding and a union bound over m groups and two sides, some frequency is off by more
     than sqrt(ln(2m/δ) / 2n) with probability at most δ, here 1e-6. Draws that it must not be mistaken for are further
@@ -115,8 +110,6 @@ def test_draws_of_seeds_differ_and_do_not_touch_the_global_generator():
     vspo_weights(x)
     assert (torch.get_rng_state() != before).any()
 
-
-# ---------------------------------------------------------------- weights instead of copies
 
 @given(tables(), st.integers(0, 100), st.booleans(), st.randoms(use_true_random=False))
 def test_weights_are_literal_copies(x, seed, spread_groups, random):
@@ -155,52 +148,18 @@ def test_ragged_groups_and_missing_members():
     assert silent[0] == [0, 1] and silent[1].tolist() == [1, 1, 0, 1, 1]
 
 
-def test_integer_rewards():
-    x = torch.tensor([[1, 0, 0], [1, 1, 0], [0, 0, 0]])
-    assert_close(task_values(x), task_values(x.float()))
-    for a, b in zip(vspo_weights(x, generator=seeded()), vspo_weights(x.float(), generator=seeded())):
-        assert_close(a, b)
-    assert choose_groups(x.flatten(), torch.arange(3).repeat_interleave(3), generator=seeded())[0] == [0, 1]
-
-
-GOOD = dict(rewards=torch.tensor([[1.0, 0], [1, 1]]), temperature=0.1, alpha=2, eps=1e-6, sampling='value')
-
-
-@pytest.mark.parametrize('bad, message', [
-    (dict(rewards=torch.ones(3)), r'\(B, G\)'), (dict(rewards=torch.ones(3, 1)), 'G >= 2'),
-    (dict(rewards=torch.ones(2, 2, 2)), r'\(B, G\)'),
-    (dict(rewards=torch.tensor([[1.0, math.inf]])), 'infinite'), (dict(temperature=0.0), 'temperature'),
-    (dict(temperature=NAN), 'temperature'),
-    (dict(alpha=0.9), 'alpha'), (dict(alpha=NAN), 'alpha'), (dict(alpha=math.inf), 'clip=False'),
-    (dict(sampling='uniform'), 'sampling')])
-def test_refusals(bad, message):
-    vspo_weights(**GOOD)
-    with pytest.raises(ValueError, match=message): vspo_weights(**{**GOOD, **bad})
-
-
-def test_more_refusals():
+def test_refusals():
+    good = dict(rewards=torch.tensor([[1.0, 0], [1, 1]]), temperature=0.1, alpha=2, eps=1e-6, sampling='value')
+    vspo_weights(**good)
+    for bad, message in ((dict(rewards=torch.ones(3)), r'\(B, G\)'), (dict(rewards=torch.ones(3, 1)), 'G >= 2'),
+                         (dict(rewards=torch.tensor([[1.0, math.inf]])), 'infinite'), (dict(temperature=0.0), 'temperature'),
+                         (dict(temperature=NAN), 'temperature'), (dict(alpha=0.9), 'alpha'), (dict(alpha=NAN), 'alpha'),
+                         (dict(alpha=math.inf), 'clip=False'), (dict(sampling='uniform'), 'sampling')):
+        with pytest.raises(ValueError, match=message): vspo_weights(**{**good, **bad})
     with pytest.raises(ValueError, match='unknown'): sampling_probabilities(torch.tensor([1.0, NAN]), 0.1)
-    with pytest.raises(ValueError, match='keep'):
-        sampling_probabilities(torch.ones(2), 0.1, torch.ones(3, dtype=torch.bool))
-    with pytest.raises(ValueError, match='keep'): sampling_probabilities(torch.ones(2), 0.1, torch.ones(2))
+    for keep in (torch.ones(3, dtype=torch.bool), torch.ones(2)):
+        with pytest.raises(ValueError, match='keep'): sampling_probabilities(torch.ones(2), 0.1, keep)
     for count in (-1, 1.5, torch.tensor([1, -2])):
         with pytest.raises(ValueError, match='stands'): value_smoothing(count, 2)
     with pytest.raises(ValueError, match='member'): choose_groups(torch.ones(2), torch.tensor([0, 1]))
     with pytest.raises(TypeError, match='integer'): choose_groups(torch.ones(2), [0, 0])
-
-
-@given(tables(), st.integers(0, 100), st.booleans())
-def test_a_step_logs_how_places_were_dealt_out(x, seed, clip):
-    "N, ω, kept groups and R_max are those of the formula; a kept group is laid out once, however often it stands."
-    value = next(part for part in PARTS if part.name == 'value')
-    usual = {name: option.default for name, option in value.options.items()} | {'clip': clip}
-    groups = [SimpleNamespace(trajectories=[None] * x.shape[1])] * len(x)
-    rewards = {'outcome': x.flatten().float()}
-    places, omega = value.keep(groups, rewards, usual, seeded(seed))
-    weights, counts = vspo_weights(x.float(), generator=seeded(seed), clip=clip)
-    assert len(places) == len(x) and torch.tensor(places).bincount(minlength=len(x)).tolist() == counts.tolist()
-    logged = value.metrics(Batch([], rewards, places=tuple(places), omega=omega), usual)
-    kept = counts > 0
-    assert logged['vspo_groups'] == kept.sum() and logged['vspo_places'] == counts.max()
-    assert logged['vspo_omega'] == pytest.approx(weights[kept].mean().item())
-    assert logged['vspo_best'] == x.max().item()

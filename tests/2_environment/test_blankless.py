@@ -5,7 +5,6 @@ import warnings
 
 import pytest
 import torch
-from hypothesis import given, settings, strategies as st
 
 from credit_rl.datasets import load_questions
 from credit_rl.environment import Conversation, Source, make_environment
@@ -48,17 +47,6 @@ def test_a_search_finds_what_is_said_in_the_midst_of_a_clause(query, gold, page,
     with pytest.warns(UserWarning, match='bigrams'): BM25(passages, bigrams=False).search([query], 1)
 
 
-@each
-@settings(deadline=None, max_examples=20)
-@given(data=st.data())
-def test_whatever_two_letters_stand_side_by_side_are_found(query, gold, page, other, data):
-    letters = sorted({c for c in query + gold + page if unicodedata.category(c)[0] == 'L'})
-    said = data.draw(st.text(letters, min_size=2, max_size=12))
-    start = data.draw(st.integers(0, len(said) - 2))
-    part = said[start:data.draw(st.integers(start + 2, len(said)))]
-    assert BM25([Passage('0', '', said + '。'), Passage('1', '', 'x')]).scores([part])[0][0] > 0
-
-
 def test_english_is_searched_as_before(tmp_path):
     "Words, scores and what an index says of itself, also where a passage quotes another script."
     index = BM25(ENGLISH)
@@ -99,7 +87,7 @@ def play(gold, page, room):
 def test_what_the_ids_show_is_what_was_returned_and_is_paid(query, gold, page, other):
     "What a cut turn says it was returned stands in its ids; the gold's turn is found once the whole gold does."
     paid = []
-    for room in range(20, 200, 3):
+    for room in range(20, 200, 7):
         group = play(gold, page, room)
         turn = group.trajectories[0].turns[0]
         held, shown = TOKENIZER.decode(turn.observation_ids), ''.join(turn.returned)
@@ -116,7 +104,7 @@ def test_a_cut_is_inside_a_word_that_alone_is_too_long(query, gold, page, other)
         part = cut(page, most, count=len)
         assert page.startswith(part) and len(part) <= most
         assert unicodedata.category(page[len(part)])[0] != 'M'                          # no letter is parted from its marks
-        if most >= 6 and len(whole) > most: assert part                               # before, nothing was left
+        if most >= 6 and len(whole) > most: assert part                
 
 
 def asked(gold, answer, tokens):

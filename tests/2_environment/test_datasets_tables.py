@@ -4,7 +4,7 @@ import io
 import json
 
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 from credit_rl.benchmarks import get_benchmark, read_passages, read_question
 from credit_rl.datasets import load_corpus, load_questions
@@ -42,21 +42,18 @@ def test_a_lone_quote_in_a_tsv_without_quoting_names_both_lines(tmp_path):
     with pytest.warns(UserWarning, match='skipped'):
         assert [q.id for q in load_questions('popqa', path, on_error='skip')] == ['1', '5']
     path.write_text(HEADER + '3\t"Heroes\tx\n4\tWho sang it"\ty\n')
-    with pytest.raises(RowError, match='closes'):
-        load_questions('popqa', path)
+    with pytest.raises(RowError, match='closes'): load_questions('popqa', path)
     path.write_text('1\t"one\ta\n2\ttwo"\tb\n')                                    # no header
     (where, row), = rows_of(path)
     assert where == 'a.tsv, lines 1 to 2' and isinstance(row, RowError)
     path.write_text(HEADER + '3\t"Heroes\nx\n4\tWho sang it"\ty\tz\n')
-    with pytest.raises(RowError, match='columns'):
-        load_questions('popqa', path)
+    with pytest.raises(RowError, match='columns'): load_questions('popqa', path)
 
 
 def test_a_quote_that_nothing_closes_in_a_tsv_without_quoting_is_a_row_error(tmp_path):
     "The rows before it are kept; what follows is one record, of which both lines are named."
     (path := tmp_path / 'a.tsv').write_text(HEADER + f'1\tWho?\t{GOLDS}\n2\t"Heroes\tx\n3\tWhen?\ty\n')
-    with pytest.raises(RowError, match='closes'):
-        load_questions('popqa', path)
+    with pytest.raises(RowError, match='closes'): load_questions('popqa', path)
     with pytest.warns(UserWarning, match='skipped'):
         assert [q.id for q in load_questions('popqa', path, on_error='skip')] == ['1']
 
@@ -97,7 +94,6 @@ TEXT = st.text(st.characters(codec='utf-8'), max_size=30)
 
 
 @given(TEXT.filter(lambda t: '\n' not in t), TEXT, st.text('"', max_size=3))
-@settings(deadline=None)
 def test_contents_come_back(title, text, quotes):
     "Whatever quotes a title has: those that `contents` puts around it are taken off, and no others."
     for name in (title, quotes + title, title + quotes, quotes + title + quotes):
@@ -120,7 +116,7 @@ def test_an_index_skips_malformed_rows_where_it_is_told_to(tmp_path, capsys):
 
 @pytest.mark.parametrize('name, mark', [('a.csv', ','), ('a.tsv', '\t')])
 def test_a_header_that_has_a_name_twice_is_refused(tmp_path, name, mark):
-    "The last column was taken without a word. Columns without a name are nobody's."
+    "Columns without a name are nobody's."
     (tmp_path / name).write_text(f'id{mark} text{mark}text \n1{mark}a{mark}b\n')
     with pytest.raises(ValueError, match=f"{name}: the header has the column 'text' twice"):
         load_corpus('nq', tmp_path / name)

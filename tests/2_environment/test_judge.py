@@ -8,7 +8,7 @@ import time
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from credit_rl.judge import Judge, after_thought, quote_thought, read_verdict
+from credit_rl.judge import Judge, read_verdict
 from judge_server import Stub, counted, no_proxy  # noqa: F401
 
 WORDS = {'yes': 1, 'no': 0}
@@ -59,16 +59,12 @@ def test_a_failure_is_not_kept_and_an_unreadable_reply_is_asked_for_again(tmp_pa
     assert last.ask(['x'], WORDS.get) == [1]
 
 
-def completion(text, finish):
-    return {'choices': [{'message': {'role': 'assistant', 'content': text}, 'finish_reason': finish}]}
-
-
-@pytest.mark.parametrize('text, finish, kind', [
-    ('yes', 'length', 'cut'), ('', 'length', 'cut'), (None, 'stop', 'empty'), (' \n', 'stop', 'empty'),
-    (None, 'content_filter', 'empty'), ('mumble', 'stop', None)])
+@pytest.mark.parametrize('text, finish, kind', [('yes', 'length', 'cut'), ('', 'length', 'cut'), (None, 'stop', 'empty'),
+                                                (' \n', 'stop', 'empty'), ('mumble', 'stop', None)])
 def test_what_could_not_be_read_is_counted_by_kind_and_never_final(text, finish, kind, tmp_path):
     "A cut-off reply is not read, whatever its beginning says; once the judge does better, its word counts."
-    with Stub(lambda prompt, attempt: completion(*((text, finish) if attempt < 2 else ('no', 'stop')))) as stub:
+    bad = {'choices': [{'message': {'role': 'assistant', 'content': text}, 'finish_reason': finish}]}
+    with Stub(lambda prompt, attempt: bad if attempt < (2 if prompt == 'a' else 1) else 'no') as stub:
         judge = stub.judge()
         judge.keep(tmp_path / 'kept')
         assert judge.ask(['a'], WORDS.get) == [None] and len(stub.requests) == 2
@@ -76,13 +72,9 @@ def test_what_could_not_be_read_is_counted_by_kind_and_never_final(text, finish,
         later = stub.judge()
         later.keep(tmp_path / 'kept')
         assert later.ask(['a'], WORDS.get) == [0] and len(stub.requests) == 3 and later.counts == counted(1)
-
-
-def test_one_bad_reply_costs_one_more_request_and_no_verdict():
-    with Stub(lambda prompt, attempt: completion('', 'length') if attempt == 0 else 'yes') as stub:
-        judge = stub.judge()
-        assert judge.ask(['a', 'b', 'a'], WORDS.get) == [1, 1, 1] and sorted(asked(stub)) == ['a', 'a', 'b', 'b']
-        assert judge.counts == counted(3)
+        once = stub.judge()                                                      # one bad reply costs one more request
+        assert once.ask(['b', 'c', 'b'], WORDS.get) == [0, 0, 0] and once.counts == counted(3)
+        assert sorted(asked(stub)[3:]) == ['b', 'b', 'c', 'c']
 
 
 def test_replies_of_a_judge_that_moved_are_read_though_they_were_kept_by_its_address(tmp_path):
@@ -134,18 +126,18 @@ def test_what_was_answered_is_kept_though_the_rest_is_interrupted(tmp_path):
     assert len([*gzip.open(path, 'rt')]) >= 90
 
 
-def test_all_prompts_of_a_call_have_one_deadline(tmp_path):
-    "One at a time, half a second each: some are answered within three seconds, and the others have failed."
+def test_all_prompts_of_a_call_have_one_deadline():
+    "One at a time, a quarter of a second each: some are answered within a second and a half, and the others have failed."
     def slow(prompt, attempt):
-        time.sleep(.5)
+        time.sleep(.25)
         return 'yes'
     with Stub(slow) as stub:
-        judge = stub.judge(concurrency=1, deadline=3.)
+        judge = stub.judge(concurrency=1, deadline=1.5)
         marks = judge.ask([str(i) for i in range(40)], WORDS.get)
         assert len(stub.requests) < 10
     right = marks.count(1)
     assert 1 <= right < 10 and marks == [1] * right + [None] * (40 - right)
-    assert judge.counts['failures'] == 40 - right and 'deadline of 3 s' in judge.last_error
+    assert judge.counts['failures'] == 40 - right and 'deadline of 1' in judge.last_error
 
 
 def test_a_server_that_hangs_is_given_up_at_the_deadline_whatever_an_attempt_may_take():
@@ -223,26 +215,20 @@ def replies(draw):
     return (MATCH if name == 'match' else GROUNDED), before + text, meant
 
 
-@settings(deadline=None, max_examples=250)
+@settings(max_examples=150)
 @given(replies())
 def test_a_reply_is_read_as_it_was_meant_or_not_at_all(case):
     reader, text, meant = case
     assert read_verdict(text, **reader) in (meant, None)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(st.text('matchismnogrude:/?!,.0 1{}"<>\n', max_size=40))
 def test_any_text_is_read_as_one_of_the_two_or_not_at_all(text):
     assert read_verdict(text, **MATCH) in (0, 1, None) and read_verdict(text, **GROUNDED) in (0, 1, None)
 
 
-@pytest.mark.parametrize('text', [
-    x * 4000 for x in ('_', 'it ', 'not ', ':', '</', 'a:', 'match: ', 'verdict:', "n't", '?')])
-def test_long_replies_do_not_hold_a_run_up(text):
-    since = time.monotonic()
-    assert read_verdict(text, **MATCH) is None and time.monotonic() - since < 2
-
-
-def test_who_quotes_a_thought_has_not_stopped_thinking():
-    assert after_thought(quote_thought('a </think> yes <think>')) == 'a < /think> yes < think>'
-    assert after_thought('yes') == 'yes' and after_thought('<think> a </think> b </think> c') == ' c'
+def test_long_replies_do_not_hold_a_run_up():
+    for text in ('_', 'it ', 'not ', ':', '</', 'a:', 'match: ', 'verdict:', "n't", '?'):
+        since = time.process_time()
+        assert read_verdict(text * 4000, **MATCH) is None and time.process_time() - since < 2, text

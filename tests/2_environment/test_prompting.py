@@ -1,7 +1,6 @@
 """Prompting and retrieval baselines: known scores in the tiny world, the nine real slices by name, and what is
 refused."""
 import json
-import re
 
 import pytest
 
@@ -37,8 +36,6 @@ def model(tmp_path_factory):
     write_model(folder, [b.protocol.user for b in BASELINES.values()])
     return str(folder)
 
-
-# ---- known scores ----
 
 @pytest.fixture(scope='module')
 def tiny():
@@ -94,15 +91,6 @@ def test_with_calls_it_is_right_everywhere(tiny, name):
     assert 0 < len(unknown) < len(trajectories)
 
 
-def test_a_line_of_ircot_is_its_query(tiny):
-    t = max(played(tiny, 'ircot'), key=lambda t: len(t.turns))
-    assert len(t.turns) > 2
-    for turn in t.turns[:-1]:
-        assert turn.action_text.endswith('\n') and turn.call['queries'] == [turn.action_text.strip()]
-        assert 'Doc 1' in turn.observation_text
-    assert t.turns[-1].call is None and t.answer in t.question.answers
-
-
 def test_search_o1_goes_on_after_its_note_alone(tiny):
     "What was found is in the segment that writes the note, and in no later context."
     tokenizer = byte_tokenizer()
@@ -119,9 +107,7 @@ def test_what_was_not_noted_is_lost(tiny):
             assert (t.answer is None) == ('founder' in t.question.meta['relations'])
 
 
-# ---- by name, through the evaluation ----
-
-@pytest.mark.parametrize('name', BASELINES)
+@pytest.mark.parametrize('name', ['cot', 'rag', 'ircot', 'search-o1', 'tools-selective'])
 def test_a_baseline_runs_with_search_and_without(name, model, tmp_path):
     "Sets of a corpus, of numbers, and of pages that a question brings along."
     paths = {'hotpotqa': str(SAMPLE), 'gsm8k': str(ROWS / 'gsm8k.jsonl'), 'finqa': str(ROWS / 'finqa.json')}
@@ -164,13 +150,10 @@ def test_a_template_that_rewrites_keeps_the_passages(model):
     assert chat.prompt_ids([q.text for q in questions]) == [chat.prompt_ids(q.text) for q in questions]
 
 
-@pytest.mark.parametrize('given, message', [
-    ({'baseline': 'ragg'}, "no baseline 'ragg'; did you mean 'rag'"),
-    ({'baseline': 'serch-o1'}, "did you mean 'search-o1'"),
-    ({'baseline': 'rag', 'protocol': 'tips'}, "brings its own protocol: leave protocol='tips' out"),
-])
-def test_a_wrong_baseline_is_refused(given, message):
-    with pytest.raises(ValueError, match=re.escape(message)): check_evaluation(from_settings(Evaluation, given))
+def test_a_wrong_baseline_is_refused():
+    for given, message in (({'baseline': 'ragg'}, "did you mean 'rag'"), ({'baseline': 'serch-o1'}, "'search-o1'"),
+                           ({'baseline': 'rag', 'protocol': 'tips'}, "protocol='tips'")):
+        with pytest.raises(ValueError, match=message): check_evaluation(from_settings(Evaluation, given))
 
 
 def test_each_rank_of_a_baseline_is_an_evaluation(model, tmp_path, monkeypatch):
@@ -178,5 +161,5 @@ def test_each_rank_of_a_baseline_is_an_evaluation(model, tmp_path, monkeypatch):
     monkeypatch.setattr('credit_rl.launch.launch', lambda command, *rest, **more: asked.append(command))
     settings = {**QUICK, 'model': model, 'data': 'hotpotqa', 'path': str(SAMPLE), 'ranks': 2}
     for name in ('rag', None): run_evaluation({**settings, 'baseline': name, 'run': str(tmp_path / str(name))})
-    assert [[w for w in map(str, command) if w.startswith('credit_rl.')] for command in asked] == [
-        ['credit_rl.evaluate']] * 2
+    named = [[w for w in map(str, command) if w.startswith('credit_rl.')] for command in asked]
+    assert named == [['credit_rl.evaluate']] * 2

@@ -1,5 +1,6 @@
 """Prompts, tags and chat templates: what is kept is what the template says, for each family of models; what a template
 rewrites becomes rows of its own."""
+import itertools
 import json
 import re
 import time
@@ -7,10 +8,10 @@ import time
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from credit_rl.engine import HFEngine, SamplingParams, ScriptedEngine
+from credit_rl.engine import ScriptedEngine
 from credit_rl.layout import pack
 from credit_rl.outcome import extract_answer
-from credit_rl.protocol import (Action, find_box, byte_tokenizer, CARL_PROMPTS, Chat, CHATML, check_tokenizer, parse,
+from credit_rl.protocol import (find_box, byte_tokenizer, CARL_PROMPTS, Chat, CHATML, check_tokenizer, parse,
                                 PLAIN, Protocol, PROTOCOLS, read_context)
 from credit_rl.prs import parse_verdict
 from credit_rl.readers import Passage
@@ -20,7 +21,6 @@ from credit_rl.scoring import gold_templates
 from credit_rl.tools import SearchTool
 from credit_rl.trajectory import Question, Result, Stop, Trajectory, Turn
 from credit_rl.turn_rewards import parse_ratings
-from random_models import small_qwen
 from tape import Tape
 from templates import FAMILIES, PUBLISHED, TRL, family_tokenizer, template_text
 
@@ -40,27 +40,23 @@ def turn(text, observation=None, ids=()):
     return Turn('tool', ids, [0.] * len(ids), () if observation is None else (0,), text, observation or '')
 
 
-def rendered(chat, turns, question, prompt=True):
+def rendered(chat, turns, question, prompt=True, **how):
     "Text of a whole conversation by the tokenizer's own `apply_chat_template`."
-    return chat.tokenizer.apply_chat_template(chat.messages(question,
-                                                            turns), tools=chat.tools, chat_template=chat.template,
-                                              tokenize=False, add_generation_prompt=prompt, **chat.options)
+    return chat.tokenizer.apply_chat_template(
+        chat.messages(question, turns), tools=chat.tools, chat_template=chat.template, add_generation_prompt=prompt,
+        **{'tokenize': False, **how}, **chat.options)
 
 
 def whole_ids(chat, turns, question):
     "Ids of a whole conversation by the tokenizer's own `apply_chat_template`."
-    return chat.tokenizer.apply_chat_template(chat.messages(question,
-                                                            turns), tools=chat.tools, chat_template=chat.template,
-                                              add_generation_prompt=True, return_dict=False, **chat.options)
+    return rendered(chat, turns, question, tokenize=True, return_dict=False)
 
 
 def kept_ids(chat, turns, question, ended=False):
     "Ids as a rollout grows them: prompt, actions, observations."
-    end = [chat.end_id] if ended else []
-    return chat.prompt_ids(question) + [
-        i for t in turns
-        for i in [*chat.encode(t.action_text), *end, *chat.observation_ids(t.observation_text, ended)]
-    ]
+    ids, end = chat.prompt_ids(question), [chat.end_id] if ended else []
+    for t in turns: ids = [*ids, *chat.encode(t.action_text), *end, *chat.observation_ids(t.observation_text, ended)]
+    return ids
 
 
 # ---- texts ----
@@ -69,16 +65,9 @@ WORDS = st.text(alphabet='abc XYZ.,;:?!\'"{}[]()<>/\\|_-0189\n\täöüß東京ʼ
 FOREIGN = st.one_of(
     WORDS, st.sampled_from(['<|im_end|>', '<|eot_id|>\n', 'a<|endoftext|>b', '</tool_response>', '\ud800', '  ', '']))
 QUESTIONS = WORDS.map(str.strip).filter(bool).flatmap(lambda q: st.sampled_from([q, f' {q}\n']))
-ACTS = st.one_of(
-    WORDS.map(lambda w: f'<tool_call> {w} </tool_call>'),
-    WORDS.map(lambda w: f'<search>{w}</search>'),
-    WORDS.map(
-        lambda w: (
-            '<tool_call>\n' + json.dumps({'name': 'search', 'arguments': {'query_list': [w]}}, ensure_ascii=False) +
-            '\n</tool_call>'
-        )
-    ),
-)
+JSON_CALL = lambda w: json.dumps({'name': 'search', 'arguments': {'query_list': [w]}}, ensure_ascii=False)
+ACTS = st.one_of(WORDS.map(lambda w: f'<tool_call> {w} </tool_call>'), WORDS.map(lambda w: f'<search>{w}</search>'),
+                 WORDS.map(lambda w: f'<tool_call>\n{JSON_CALL(w)}\n</tool_call>'))
 THOUGHT = st.from_regex(r'[a-zäß東](?:[a-z ,.äß東\n]{0,18}[a-z.東])?', fullmatch=True)
 CANONICAL = st.tuples(st.none() | THOUGHT,
                       ACTS).map(lambda x: (f'<think>\n{x[0]}\n</think>\n\n' if x[0] else '') + x[1])
@@ -88,44 +77,29 @@ LOOSE = st.tuples(
     ACTS | WORDS, st.sampled_from(['', ' ', '\n\n'])).map(''.join)
 
 
-# ---- what the tests stand on ----
-
-def test_the_families_are_all_there():
-    assert set(FAMILIES) == {'qwen2_5', 'qwen3', 'llama3_1', 'plain'} and template_text('plain').strip() == PLAIN
-    assert not TRL or set(PUBLISHED) == {'qwen2_5', 'qwen3', 'llama3_1'}
-
-
-def test_the_trained_tokenizer_has_merges_that_bite():
-    tokenizer = family_tokenizer('qwen2_5')
-    ids = tokenizer('<tool_response>\nBudapest is the capital', add_special_tokens=False).input_ids
-    assert len(ids) < 20 and max(ids) > 256 and tokenizer.decode(ids) == '<tool_response>\nBudapest is the capital'
-
-
 # ---- what is kept is what the template says ----
 
 @each_template
-@pytest.mark.parametrize('protocol', TALKING)
-@settings(deadline=None, max_examples=8)
-@given(QUESTIONS, st.lists(st.tuples(CANONICAL, FOREIGN), max_size=3))
+@settings(max_examples=30)
+@given(st.sampled_from(TALKING), QUESTIONS, st.lists(st.tuples(CANONICAL, FOREIGN), max_size=3))
 def test_the_kept_ids_are_the_template_of_the_whole_conversation(name, published, protocol, question, said):
     chat = chat_of(name, PROTOCOLS[protocol], published)
     assert chat.history == 'as-sampled' and not chat.rewrites
     turns = [turn(a, o) for a, o in said]
     kept = kept_ids(chat, turns, question)
-    assert chat.tokenizer.decode(kept) == rendered(
-        chat, turns, question) and kept[len(kept) - len(chat.prefix_ids):] == chat.prefix_ids
+    assert chat.tokenizer.decode(kept) == rendered(chat, turns, question)
+    assert kept[len(kept) - len(chat.prefix_ids):] == chat.prefix_ids
     if chat.end:  # without such a token between them, '>' and a line break are one token
         assert kept == whole_ids(chat, turns, question)  # and just so if the model ended each message itself
-        assert kept_ids(
-            chat, turns, question,
-            ended=True) == kept and chat.end_id in chat.tokenizer.all_special_ids + [chat.tokenizer.eos_token_id]
+        assert kept_ids(chat, turns, question, ended=True) == kept
+        assert chat.end_id in chat.tokenizer.all_special_ids + [chat.tokenizer.eos_token_id]
     else:  # … and it is the ids again where every byte is a token
         chat = Chat(PROTOCOLS[protocol], family_tokenizer(name, published, merges=0))
         assert kept_ids(chat, turns, question) == whole_ids(chat, turns, question)
 
 
 @each_template
-@settings(deadline=None, max_examples=8)
+@settings(max_examples=8)
 @given(QUESTIONS, st.lists(st.tuples(ACTS, FOREIGN), max_size=3))
 def test_responses_inside_the_assistants_message_only_grow_it(name, published, question, said):
     "Search-R1: one message of the assistant's, in which results stand between blank lines."
@@ -138,16 +112,6 @@ def test_responses_inside_the_assistants_message_only_grow_it(name, published, q
     if turns and name in ('qwen2_5', 'plain'):  # these show a message as it is: nothing but its end follows
         whole = rendered(chat, turns, question, prompt=False)
         assert whole.startswith(text) and whole[len(text):].strip() == chat.end
-
-
-@each_template
-def test_a_template_as_argument_is_the_tokenizers_own(name, published):
-    bare = byte_tokenizer(None, eos=FAMILIES[name].eos, bos=FAMILIES[name].bos, special=FAMILIES[name].special)
-    own = byte_tokenizer(template_text(name, published), eos=FAMILIES[name].eos, bos=FAMILIES[name].bos,
-                         special=FAMILIES[name].special)
-    one, other = Chat(PROTOCOLS['tips'], bare, template_text(name, published)), Chat(PROTOCOLS['tips'], own)
-    assert one.prompt_ids('Who?') == other.prompt_ids('Who?') and one.observation_ids('x') == other.observation_ids('x')
-    with pytest.raises(ValueError, match='chat'): Chat(PROTOCOLS['tips'], bare)
 
 
 @pytest.mark.skipif(not TRL, reason='TRL, which brings the published templates, is not installed')
@@ -165,16 +129,11 @@ def test_every_published_template_is_used_rightly_or_refused():
             continue
         think = 'so\n</think>\n\n' if '<think>' in chat.opening and '</think>' not in chat.opening else ''
         turns = [turn(f'{think}<tool_call> {i} </tool_call>', f'page {i}') for i in range(3)]
-        text = tokenizer.decode(kept_ids(chat, turns, 'Who?'))
-        if chat.rewrites:
-            rewriting.append(path.stem)
-            context = chat.next_context('Who?', turns)
-            assert context is None or tokenizer.decode(context) == rendered(chat, turns, 'Who?')
-        else:
-            kept.append(path.stem)
-            assert text == rendered(chat, turns, 'Who?'), path.stem
-    assert {'qwen2_5', 'llama3_1', 'qwen3', 'gemma'} <= set(kept) and {'deepseekv3'
-                                                                       } <= set(rewriting) and len(refused) < len(kept)
+        (rewriting if chat.rewrites else kept).append(path.stem)
+        ids = chat.next_context('Who?', turns) if chat.rewrites else kept_ids(chat, turns, 'Who?')
+        assert ids is None or tokenizer.decode(ids) == rendered(chat, turns, 'Who?'), path.stem
+    assert {'qwen2_5', 'llama3_1', 'qwen3', 'gemma'} <= set(kept) and 'deepseekv3' in rewriting
+    assert len(refused) < len(kept)
 
 
 # ---- a template that rewrites ----
@@ -186,28 +145,25 @@ def test_rewriting_is_detected_when_the_chat_is_built(published):
     assert not chat_of('qwen3', published=published, options={'enable_thinking': True}).rewrites
     for chat in (chat_of('qwen3', INSIDE, published), chat_of('qwen3', published=published, **quiet)):
         assert chat.history == 'template' and 'becomes' in chat.rewrites
-    assert 'THOUGHT0' in chat_of('qwen3', INSIDE, published).rewrites and chat_of(
-        'qwen3', published=published, **quiet).opening == '<think>\n\n</think>\n\n'
+    assert 'THOUGHT0' in chat_of('qwen3', INSIDE, published).rewrites
+    assert chat_of('qwen3', published=published, **quiet).opening == '<think>\n\n</think>\n\n'
     assert chat_of('qwen3', INSIDE, published, history='as-sampled').history == 'as-sampled'
-    assert not chat_of('qwen2_5', INSIDE).rewrites and not chat_of('llama3_1', INSIDE).rewrites and not chat_of(
-        'plain', INSIDE).rewrites
+    assert not any(chat_of(name, INSIDE).rewrites for name in ('qwen2_5', 'llama3_1', 'plain'))
     # one message, never rendered again
     assert not chat_of('qwen3', PROTOCOLS['search-r1'], published, **quiet).rewrites
 
 
-CHATS = {
-    'qwen3 thinking': ('qwen3', dict(protocol=INSIDE)), 'qwen3 quiet':
-    ('qwen3', dict(options={'enable_thinking': False})), 'qwen3': ('qwen3', dict(history='template')), 'qwen2_5':
-    ('qwen2_5', dict(history='template')), 'llama3_1': ('llama3_1', dict(history='template'))
-}
+CHATS = {'qwen3 thinking': ('qwen3', dict(protocol=INSIDE)),
+         'qwen3 quiet': ('qwen3', dict(options={'enable_thinking': False})),
+         'llama3_1': ('llama3_1', dict(history='template'))}
 
 
 @pytest.mark.parametrize('name, options', CHATS.values(), ids=CHATS)
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(QUESTIONS, st.lists(st.tuples(CANONICAL | LOOSE, FOREIGN, st.booleans()), min_size=1, max_size=3))
 def test_a_context_is_the_template_of_what_came_before(name, options, question, said):
     "A context continues the last one, and its text is the template's; or it is the template's ids."
-    chat, ids, turns = chat_of(name, **options), None, []
+    chat, turns = chat_of(name, **options), []
     ids = chat.prompt_ids(question)
     for action, observation, ended in said:
         own = chat.encode(action) + [chat.end_id] * ended
@@ -217,8 +173,8 @@ def test_a_context_is_the_template_of_what_came_before(name, options, question, 
         text = rendered(chat, turns, question)
         if edited is None: assert chat.tokenizer.decode(grown) == text
         else:
-            assert edited == chat.encode(text) == whole_ids(chat, turns,
-                                                            question) and text != chat.tokenizer.decode(grown)
+            assert edited == chat.encode(text) == whole_ids(chat, turns, question)
+            assert text != chat.tokenizer.decode(grown)
         ids = grown if edited is None else edited
         assert ids[len(ids) - len(chat.prefix_ids):] == chat.prefix_ids
 
@@ -229,11 +185,10 @@ def test_a_foreign_eos_is_edited_away_by_the_template_only():
         chat = chat_of('qwen2_5', PROTOCOLS['tiny'], history=history)
         foreign = chat.tokenizer.convert_tokens_to_ids('<|endoftext|>')
         ids = chat.encode('hm') + [foreign]
-        (text,), (ended,) = chat.read([ids], ['eos'])
-        assert text == 'hm' and not ended
-        context = chat.next_context('Who?', [turn(text, 'no', ids)])
-        assert context is None if history == 'as-sampled' else foreign not in context and context.count(
-            chat.end_id) == 4
+        assert chat.read([ids], ['eos']) == (['hm'], [False])
+        context = chat.next_context('Who?', [turn('hm', 'no', ids)])
+        if history == 'as-sampled': assert context is None
+        else: assert foreign not in context and context.count(chat.end_id) == 4
 
 
 def test_a_message_that_is_added_has_the_context_that_a_rollout_gives_it():
@@ -266,14 +221,13 @@ def act(chat, text=None):
     "What a model says: a call in the chat's protocol, or the text, after a thought."
     if text is None:
         style, tag = chat.protocol.call_style, chat.protocol.call_tag
-        inside = json.dumps({'name': 'search', 'arguments': {'query_list': ['Budapest']}
-                             }) if style == 'json' else 'Budapest'
-        text = f'<{tag}> {inside} </{tag}>'
+        call = json.dumps({'name': 'search', 'arguments': {'query_list': ['Budapest']}})
+        text = f'<{tag}> {call if style == "json" else "Budapest"} </{tag}>'
     return chat.encode(THINK + text)
 
 
 @each_template
-@pytest.mark.parametrize('protocol', ['tiny', 'tips', 'igpo'])
+@pytest.mark.parametrize('protocol', ['tips', 'igpo'])
 def test_a_turn_may_end_by_eos_by_a_stop_string_or_by_length(name, published, protocol):
     chat = chat_of(name, PROTOCOLS[protocol], published)
     end = [chat.end_id] if chat.end else []
@@ -282,63 +236,46 @@ def test_a_turn_may_end_by_eos_by_a_stop_string_or_by_length(name, published, pr
              (act(chat, '<answer> Budapest </answer>') + end, why)]
     tape = Tape(*plays)
     (t,) = rollout(tape, Environment(chat, TOOL, max_turns=5, max_tokens=10 ** 6), [QUESTION])[0].trajectories
-    assert t.answer == 'Budapest' and t.stop is Stop.ANSWER and [x.result for x in t.turns] == [
-        Result.OK, Result.OK, Result.MALFORMED, Result.NONE
-    ]
-    assert [list(x.action_ids) for x in t.turns] == [list(ids) for ids, _ in plays] and all(x.context_ids is None
-                                                                                            for x in t.turns)
-    assert [x.action_text
-            for x in t.turns] == [chat.tokenizer.decode(ids[:len(ids) - (why == 'eos')]) for ids, why in plays]
+    assert t.answer == 'Budapest' and t.stop is Stop.ANSWER
+    assert [x.result for x in t.turns] == [Result.OK, Result.OK, Result.MALFORMED, Result.NONE]
+    assert [list(x.action_ids) for x in t.turns] == [list(ids) for ids, _ in plays]
+    assert all(x.context_ids is None for x in t.turns)
+    said = [chat.tokenizer.decode(ids[:len(ids) - (why == 'eos')]) for ids, why in plays]
+    assert [x.action_text for x in t.turns] == said
     for i, context in enumerate(tape.contexts):                          # the identity, in the rollout itself
         if chat.end: assert context == whole_ids(chat, t.turns[:i], QUESTION.text)
         assert chat.tokenizer.decode(context) == rendered(chat, t.turns[:i], QUESTION.text)
     assert tape.stop == chat.stop == chat.protocol.stop and tape.released == 1
 
 
-def test_letters_after_a_stop_string_are_kept_but_are_no_part_of_the_action():
-    chat = chat_of('qwen2_5', PROTOCOLS['tiny'])
-    tape = Tape((chat.encode('<tool_call> x </tool_call>).'), 'stop'),
-                (chat.encode('<answer> Rabat </answer>.\n\nI'), 'stop'))
-    (t,) = rollout(tape, Environment(chat, TOOL), [QUESTION])[0].trajectories
-    assert t.turns[0].call['queries'] == ['x'] and t.answer == 'Rabat' and t.turns[1].action_text.endswith('.\n\nI')
-    assert tape.contexts[1] == [*t.prompt_ids, *t.turns[0].action_ids, *t.turns[0].observation_ids]
-    assert chat.parse('<answer> a </answer> and on',
-                      'max_tokens').error and chat.parse('<answer> a </answer> and on').answer == 'a'
-    # it would have been stopped at the first
-    assert chat.parse('<answer> a </answer> <answer> b </answer>').answer == 'a'
+def test_the_end_of_turn_token_is_the_familys():
+    for name, published in EVERY:
+        chat = chat_of(name, published=published)
+        assert chat.end == {'llama3_1': '<|eot_id|>', 'plain': ''}.get(name, '<|im_end|>')
+        assert chat.stop == ('</tool_call>', '</answer>')                 # these tokenizers' eos is the template's end
+        once = chat.observation_ids('x', ended=True)
+        assert chat.observation_ids('x') == [chat.end_id] * bool(chat.end) + once
 
 
-@each_template
-def test_the_end_of_turn_token_is_the_familys(name, published):
-    chat = chat_of(name, published=published)
-    assert chat.end == {'qwen2_5': '<|im_end|>', 'qwen3': '<|im_end|>', 'llama3_1': '<|eot_id|>', 'plain': ''}[name]
-    assert chat.stop == ('</tool_call>', '</answer>')                     # these tokenizers' eos is the template's end
-    once = chat.observation_ids('x', ended=True)
-    assert chat.observation_ids('x') == [chat.end_id] * bool(chat.end) + once
-
-
-@pytest.mark.parametrize('name, end', [('qwen2_5', '<|im_end|>'), ('llama3_1', '<|eot_id|>')])
-def test_a_base_models_eos_is_not_the_end_of_a_turn(name, end):
+def test_a_base_models_eos_is_not_the_end_of_a_turn():
     "Its eos is another token than its template's end of turn: that one becomes a stop string, and ends a message once."
-    family = FAMILIES[name]
-    tokenizer = byte_tokenizer(template_text(name), eos='<|endoftext|>', bos=family.bos, special=(*family.special, end))
+    family, end = FAMILIES['llama3_1'], '<|eot_id|>'
+    special = (*family.special, end)
+    tokenizer = byte_tokenizer(template_text('llama3_1'), eos='<|endoftext|>', bos=family.bos, special=special)
     chat = Chat(PROTOCOLS['tiny'], tokenizer)
     assert chat.end == end and chat.stop == ('</tool_call>', '</answer>', end) and chat.end_id != tokenizer.eos_token_id
-    engine = HFEngine(small_qwen(len(tokenizer), max_position_embeddings=4096), tokenizer)
-    groups = rollout(engine, Environment(chat, TOOL, max_turns=4, max_tokens=2000), [QUESTION], 8,
-                     SamplingParams(max_tokens=60), seed=3)
-    said = [x for t in groups[0].trajectories for x in t.turns]
-    ended = [x for x in said if x.action_ids[-1] == chat.end_id]
-    assert ended and all(chat.end_id not in x.action_ids[:-1] and end not in x.action_text for x in said)
-    followed = [x for x in ended if x.observation_ids]
-    assert followed and all(x.observation_ids[0] != chat.end_id for x in followed)
+    tape = Tape((chat.encode('hm') + [chat.end_id], 'stop'), (chat.encode('<answer> x </answer>'), 'stop'))
+    (t,) = rollout(tape, Environment(chat, TOOL, max_tokens=2000), [QUESTION])[0].trajectories
+    first = t.turns[0]
+    assert first.action_text == 'hm' and first.action_ids[-1] == chat.end_id and tape.stop == chat.stop
+    assert tape.contexts[1] == [*t.prompt_ids, *first.action_ids, *first.observation_ids]
+    assert first.observation_ids[0] != chat.end_id == first.action_ids[-1]
 
 
 def thinker(text, rng):
     "Thinks, searches twice, answers."
-    seen = text.count('Budapest is a city')
-    return THINK + (
-        '<answer> Budapest </answer>' if seen == 2 else '<tool_call> Budapest </tool_call>') if seen < 3 else '?'
+    done = text.count('Budapest is a city') == 2
+    return THINK + ('<answer> Budapest </answer>' if done else '<tool_call> Budapest </tool_call>')
 
 
 @pytest.mark.parametrize('published', [False] + [True] * ('qwen3' in PUBLISHED))
@@ -351,68 +288,67 @@ def test_a_rewriting_template_makes_a_row_of_each_turn(published):
     assert t.turns[0].context_ids is None and t.answer == 'Budapest'
     for k in (1, 2):
         context = chat.tokenizer.decode(list(t.turns[k].context_ids))
-        assert context == rendered(chat, t.turns[:k],
-                                   QUESTION.text) and '<think>' not in context and context.count('<tool_call>') == k
-    for r in range(3):  # each row: its context, and one turn that is trained on
-        row, n = layout.ids[r, :layout.lengths[r]].tolist(), len(t.turns[r].context_ids or t.prompt_ids)
-        assert row == [*(t.turns[r].context_ids or t.prompt_ids), *t.turns[r].action_ids, *t.turns[r].observation_ids]
-        assert layout.token_turns[r, n:n + len(t.turns[r].action_ids)].eq(r).all() and layout.trained[r].sum() == len(
-            t.turns[r].action_ids)
-    single = rollout(ScriptedEngine(thinker, chat.tokenizer),
-                     Environment(chat_of('qwen3', INSIDE, published, history='as-sampled'), TOOL), [QUESTION], 2)
-    assert pack(single).row_trajectory.tolist() == [0, 1] and [x.action_ids for x in single[0].trajectories[0].turns
-                                                               ] == [x.action_ids for x in t.turns]
+        assert context == rendered(chat, t.turns[:k], QUESTION.text)
+        assert '<think>' not in context and context.count('<tool_call>') == k
+    for r, said in enumerate(t.turns):  # each row: its context, and one turn that is trained on
+        row, before = layout.ids[r, :layout.lengths[r]].tolist(), said.context_ids or t.prompt_ids
+        own = slice(len(before), len(before) + len(said.action_ids))
+        assert row == [*before, *said.action_ids, *said.observation_ids]
+        assert layout.token_turns[r, own].eq(r).all() and layout.trained[r].sum() == len(said.action_ids)
+    as_sampled = Environment(chat_of('qwen3', INSIDE, published, history='as-sampled'), TOOL)
+    single = rollout(ScriptedEngine(thinker, chat.tokenizer), as_sampled, [QUESTION], 2)
+    assert pack(single).row_trajectory.tolist() == [0, 1]
+    assert [x.action_ids for x in single[0].trajectories[0].turns] == [x.action_ids for x in t.turns]
 
 
 def test_a_rewritten_context_without_room_ends_the_trajectory():
     "A template that lets a context grow by more than was said, and that no probe can foresee."
-    chatty = CHATML.replace("{{ m['content'] }}", "{{ m['content'] | replace(' x ', ' blah' * 99) if m.role == "
-                                                  "'assistant' else m['content'] }}")
-    chat = Chat(PROTOCOLS['tiny'], byte_tokenizer(chatty), history='template')
+    more = "{{ m['content'] | replace(' x ', ' blah' * 99) if m.role == 'assistant' else m['content'] }}"
+    chat = Chat(PROTOCOLS['tiny'], byte_tokenizer(CHATML.replace("{{ m['content'] }}", more)), history='template')
     assert not chat.rewrites
     engine = ScriptedEngine(lambda text, rng: '<tool_call> x </tool_call>', chat.tokenizer)
     (t,) = rollout(engine, Environment(chat, TOOL, max_tokens=500), [QUESTION])[0].trajectories
     assert t.stop is Stop.LENGTH and len(t.turns) == 1 and t.turns[0].result is Result.OK
     (t,) = rollout(engine, Environment(chat, TOOL, max_tokens=1500), [QUESTION])[0].trajectories
-    assert t.stop is Stop.LENGTH and len(
-        t.turns) == 3 and 500 < len(t.turns[1].context_ids) < 1000 < len(t.turns[2].context_ids)
+    assert t.stop is Stop.LENGTH and len(t.turns) == 3
+    assert 500 < len(t.turns[1].context_ids) < 1000 < len(t.turns[2].context_ids)
 
 
 # ---- what templates cannot do ----
 
+def refusing(role, said):
+    "ChatML that raises at a message of a role."
+    return CHATML.replace('<|im_start|>{{', "{% if m.role == '" + role + "' %}{{ raise_exception('" + said +
+                          "') }}{% endif %}<|im_start|>{{")
+
+
+def dropping(role):
+    "ChatML that shows no message of a role."
+    return CHATML.replace('{% for m in messages %}', "{% for m in messages if m.role != '" + role + "' %}")
+
+
 def test_a_tool_message_is_shown_as_a_user_message_where_the_template_cannot():
     tool = Protocol('tool', call_style='text', response_role='tool', response_tag=None)
-    with_tags = Protocol('user', call_style='text')
+    with_tags, said = Protocol('user', call_style='text'), 'a "b"\nc'
     for name in ('qwen2_5', 'qwen3'):  # they write a tool's message as a user's in these very tags
-        chat = chat_of(name, tool)
-        assert chat.role == 'tool' and chat.observation_ids('a "b"\nc') == chat_of(
-            name, with_tags).observation_ids('a "b"\nc')
-        assert kept_ids(chat, [turn('<tool_call> x </tool_call>', 'y')],
-                        'Who?') == whole_ids(chat, [turn('<tool_call> x </tool_call>', 'y')], 'Who?')
-    raising = CHATML.replace('<|im_start|>{{', "{% if m.role == 'tool' %}{{ raise_exception('no tools here') }}{% "
-                                               "endif %}<|im_start|>{{")
-    dropping = CHATML.replace('{% for m in messages %}', "{% for m in messages if m.role != 'tool' %}")
-    for chat in (chat_of('llama3_1', tool), Chat(tool, byte_tokenizer(raising)), Chat(tool, byte_tokenizer(dropping))):
-        same = Chat(with_tags, chat.tokenizer)
-        assert (chat.role,
-                chat.tag) == ('user',
-                              'tool_response') and chat.observation_ids('a "b"\nc') == same.observation_ids('a "b"\nc')
+        chat, turns = chat_of(name, tool), [turn('<tool_call> x </tool_call>', 'y')]
+        assert chat.role == 'tool' and chat.observation_ids(said) == chat_of(name, with_tags).observation_ids(said)
+        assert kept_ids(chat, turns, 'Who?') == whole_ids(chat, turns, 'Who?')
+    for chat in (chat_of('llama3_1', tool), Chat(tool, byte_tokenizer(refusing('tool', 'no tools here'))),
+                 Chat(tool, byte_tokenizer(dropping('tool')))):
+        assert (chat.role, chat.tag) == ('user', 'tool_response')
+        assert chat.observation_ids(said) == Chat(with_tags, chat.tokenizer).observation_ids(said)
     loud = CHATML.replace("{{ m['content'] }}", "{{ m['content'] | upper }}")
-    with pytest.raises(ValueError, match='message'):
-        Chat(tool, byte_tokenizer(loud))
+    with pytest.raises(ValueError, match='message'): Chat(tool, byte_tokenizer(loud))
 
 
 def test_a_system_message_is_folded_where_the_template_cannot():
-    p = Protocol('system', system='Be brief.', call_style='text')
-    raising = CHATML.replace('<|im_start|>{{', "{% if m.role == 'system' %}{{ raise_exception('no system') }}{% endif "
-                                               "%}<|im_start|>{{")
-    dropping = CHATML.replace('{% for m in messages %}', "{% for m in messages if m.role != 'system' %}")
-    for template in (raising, dropping):
+    p, turns = Protocol('system', system='Be brief.', call_style='text'), [turn('<answer>', 'y')]
+    for template in (refusing('system', 'no system'), dropping('system')):
         chat = Chat(p, byte_tokenizer(template))
-        assert chat.folded and chat.tokenizer.decode(
-            chat.prompt_ids('Who?')) == ('<|im_start|>user\nBe '
-                                         'brief.\n\nWho?<|im_end|>\n<|im_start|>assistant\n')
-        assert kept_ids(chat, [turn('<answer>', 'y')], 'Who?') == whole_ids(chat, [turn('<answer>', 'y')], 'Who?')
+        shown = '<|im_start|>user\nBe brief.\n\nWho?<|im_end|>\n<|im_start|>assistant\n'
+        assert chat.folded and chat.tokenizer.decode(chat.prompt_ids('Who?')) == shown
+        assert kept_ids(chat, turns, 'Who?') == whole_ids(chat, turns, 'Who?')
     assert not Chat(p, byte_tokenizer()).folded
 
 
@@ -421,41 +357,31 @@ def test_tools_are_told_by_the_template_or_by_us():
     for name, published in EVERY:
         chat = chat_of(name, published=published)
         text = chat.tokenizer.decode(chat.prompt_ids('Who?'))
-        assert bool(chat.tools) is name.startswith('qwen') and text.count('"query_list"') == 2 and text.count(
-            'You are a helpful and harmless assistant.') == 1
+        assert bool(chat.tools) is name.startswith('qwen') and text.count('"query_list"') == 2
+        assert text.count('You are a helpful and harmless assistant.') == 1
         assert '<tools>' in text and '"parameters": dictionary' not in text
-    prompt = chat_of('llama3_1',
-                     PROTOCOLS['prs']).tokenizer.decode(chat_of('llama3_1', PROTOCOLS['prs']).prompt_ids('Who?'))
-    assert '"wiki_search"' in prompt and '<reasoning>' in prompt and prompt.startswith(
-        '<|begin_of_text|><|start_header_id|>system')
+    chat = chat_of('llama3_1', PROTOCOLS['prs'])
+    prompt = chat.tokenizer.decode(chat.prompt_ids('Who?'))
+    assert '"wiki_search"' in prompt and '<reasoning>' in prompt
+    assert prompt.startswith('<|begin_of_text|><|start_header_id|>system')
 
 
-@pytest.mark.parametrize(
-    'template, said',
-    [
-        (CHATML.replace("{{ m['content'] }}", "{{ m['content'] if m.role != 'user' else '…' }}"), 'question'),
-        (CHATML.replace("{{ m['content'] }}", "{{ m['content'] if m.role != 'assistant' else '…' }}"), 'hides'),
-        (
-            CHATML.replace(
-                "{{ m['content'] }}", "{{ m['content'] }}{{ m['content'] if m.role == 'user' and loop.first }}"
-            ),
-            'question',
-        ),
-        ('{{ raise_exception("never") }}', 'never'),
-        ('{{ messages[9].content }}', 'fails|question'),
-    ],
-)
-def test_a_template_that_shows_no_conversation_is_refused(template, said):
-    with pytest.raises(ValueError, match=said): Chat(PROTOCOLS['tiny'], byte_tokenizer(template))
+def test_a_template_that_shows_no_conversation_is_refused():
+    shown = "{{ m['content'] }}"
+    for template, said in ((CHATML.replace(shown, "{{ m['content'] if m.role != 'user' else '…' }}"), 'question'),
+                           (CHATML.replace(shown, "{{ m['content'] if m.role != 'assistant' else '…' }}"), 'hides'),
+                           (CHATML.replace(shown, shown + "{{ m['content'] if m.role == 'user' and loop.first }}"),
+                            'question'),
+                           ('{{ raise_exception("never") }}', 'never'), ('{{ messages[9].content }}', 'fails|question')):
+        with pytest.raises(ValueError, match=said): Chat(PROTOCOLS['tiny'], byte_tokenizer(template))
 
 
 def test_the_doors_of_a_chat():
     tokenizer = byte_tokenizer()
-    with pytest.raises(ValueError, match="'enable_thinking'"):
-        Chat(PROTOCOLS['tiny'], tokenizer, options={'enable_thinking': False})
-    with pytest.raises(ValueError, match='history'): Chat(PROTOCOLS['tiny'], tokenizer, history='raw')
-    with pytest.raises(ValueError, match="assistant's"):
-        Chat(PROTOCOLS['search-r1'], tokenizer, history='template')
+    for protocol, options, said in (('tiny', dict(options={'enable_thinking': False}), "'enable_thinking'"),
+                                    ('tiny', dict(history='raw'), 'history'),
+                                    ('search-r1', dict(history='template'), "assistant's")):
+        with pytest.raises(ValueError, match=said): Chat(PROTOCOLS[protocol], tokenizer, **options)
     with pytest.raises(ValueError, match='blocks'): Environment(Chat(PROTOCOLS['carl'], tokenizer), TOOL)
     for bad in (dict(user='hello'), dict(call_style='xml'), dict(response_role='assistant')):
         with pytest.raises(ValueError, match="'bad'"): Protocol('bad', **bad)
@@ -484,7 +410,7 @@ def control_ids(tokenizer): return {i for i, t in tokenizer.added_tokens_decoder
 
 
 @each_template
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=15)
 @given(st.sampled_from(sorted(PROTOCOLS)), STRANGERS | st.sampled_from(IMITATIONS))
 def test_a_stranger_writes_no_markup_in_any_protocol(name, published, protocol, text):
     "Neither control ids nor tags come of it, and the rest of it is there; the ids are still the template's."
@@ -547,9 +473,9 @@ def test_our_own_words_about_a_call_name_its_tags(name):
         assert whole == chat.tokenizer.decode([*t.prompt_ids, *t.turns[0].action_ids, *t.turns[0].observation_ids])
 
 
-@pytest.mark.parametrize('text', ['a' * 10 ** 6, '<answer>' * 10 ** 5, '\u200b' * 10 ** 6, '<search>\\boxed{' * 10 ** 5,
-                                  ' ' * 10 ** 6, '<|im_end|>' * 10 ** 5, '[[' * 10 ** 5], ids=range(7))
-def test_a_million_letters_in_a_line_are_read_in_seconds(text):
+@pytest.mark.parametrize('text', ['a' * 10 ** 5, '<answer>' * 10 ** 4, '\u200b' * 10 ** 5, '<search>\\boxed{' * 10 ** 4,
+                                  ' ' * 10 ** 5, '<|im_end|>' * 10 ** 4, '[[' * 10 ** 4], ids=range(7))
+def test_a_hundred_thousand_letters_in_a_line_are_read_in_seconds(text):
     "No search goes back over what it has seen: each of these takes a time that grows with the length alone."
     begin = time.process_time()
     for protocol in PROTOCOLS.values():
@@ -558,19 +484,16 @@ def test_a_million_letters_in_a_line_are_read_in_seconds(text):
     parse_ratings('ratings_by_pair=' + text)
     parse_verdict(text)
     plain = chat_of('qwen2_5', PROTOCOLS['tiny']).plain(text)
-    assert time.process_time() - begin < 20 and len(plain) >= len(text)
+    assert time.process_time() - begin < 5 and len(plain) >= len(text)
 
 
 # ---- reading ----
 
-PIECES = [
-    '<tool_call>', '</tool_call>', '<answer>', '</answer>', '<search>', '</search>', '{"name": "search", '
-    '"arguments": ', '{"query_list": ["a"]}}', '\\boxed{', '}', '{', '\\}', '```python\n', '\n```', 'print(1)', '[[[',
-    '"query": 3', ' '
-]
+PIECES = ['<tool_call>', '</tool_call>', '<answer>', '</answer>', '<search>', '</search>', '\\boxed{', '}', '{', '\\}',
+          '{"name": "search", "arguments": ', '{"query_list": ["a"]}}', '```python\n', '\n```', 'print(1)', '[[[',
+          '"query": 3', ' ']
 
 
-@settings(deadline=None)
 @given(st.sampled_from(sorted(PROTOCOLS)), st.lists(WORDS | st.sampled_from(PIECES), max_size=8).map(''.join))
 def test_any_text_is_a_call_an_answer_or_an_error(name, text):
     action = parse(PROTOCOLS[name], text)
@@ -581,103 +504,56 @@ def test_any_text_is_a_call_an_answer_or_an_error(name, text):
     assert find_box(text) == extract_answer(text, 'boxed')
 
 
-@pytest.mark.parametrize('inside', ['[' * 100000, '{"a":' * 100000, '"', '1e999999',
-                                    '{"name": ["search"], "arguments": {"query": "x"}}',
-                                    '{"name": "search", "arguments": {"query_list": ["x", null]}}'], ids=range(6))
-def test_a_broken_call_is_an_error_and_no_crash(inside):
-    assert parse(PROTOCOLS['tips'], f'<tool_call>{inside}</tool_call>').error
-
-
-@pytest.mark.parametrize(
-    'name, text, wanted',
-    [
-        ('tiny', '<tool_call> a ; b </tool_call>', {'name': 'search', 'queries': ['a', 'b']}),
-        ('search-r1', '<think> a; b </think>\n<search> a; b </search>', {'name': 'search', 'queries': ['a; b']}),
-        ('igpo', '<think>a</think>\n<search>who?</search>\n', {'name': 'search', 'queries': ['who?']}),
-        (
-            'tips',
-            '<tool_call>\n{"name": "search", "arguments": {"query_list": ["a", "b"]}}\n</tool_call>',
-            {'name': 'search', 'queries': ['a', 'b']},
-        ),
-        (
-            'tspo',
-            '<tool_call> {"name": "search", "arguments": {"query": "a"}} </tool_call>',
-            {'name': 'search', 'queries': ['a']},
-        ),
-        (
-            'prs',
-            '<tool_call>{"name": "wiki_search", "arguments": {"query": "a"}}</tool_call>',
-            {'name': 'wiki_search', 'queries': ['a']},
-        ),
-        ('carl', 'I look.\n```python\nprint(search("a"))\n```', {'name': 'python', 'code': 'print(search("a"))\n'}),
-    ],
-)
-def test_the_call_of_each_paper(name, text, wanted):
-    assert parse(PROTOCOLS[name], text) == Action(call=wanted)
-    answer = r'so \boxed{Budapest}' if name == 'carl' else '<answer> Budapest </answer>'
-    assert parse(PROTOCOLS[name], f'hm {answer}') == Action(answer='Budapest')
-    assert parse(PROTOCOLS[name], 'hm').error
+def test_a_broken_call_is_an_error_and_no_crash():
+    for inside in ('[' * 100000, '{"a":' * 100000, '"', '1e999999', '{"name": ["search"], "arguments": {"query": "x"}}',
+                   '{"name": "search", "arguments": {"query_list": ["x", null]}}'):
+        assert parse(PROTOCOLS['tips'], f'<tool_call>{inside}</tool_call>').error, inside[:40]
 
 
 def test_tags_and_rules_of_each_paper():
     "Tags, tools and the example answer stand in the prompt; no other tool can be called."
-    prompts = {
-        name: chat_of('qwen2_5', p).tokenizer.decode(chat_of('qwen2_5', p).prompt_ids('Who?'))
-        for name, p in PROTOCOLS.items()
-    }
-    tags = {
-        'tips': 'think tool_call tool_response answer', 'tspo': 'think tool_call tool_response answer', 'search-r1':
-        'think search information answer', 'igpo': 'think search tool_response answer', 'prs':
-        'reasoning tool_call answer', 'carl': 'context'
-    }
+    chats = {name: chat_of('qwen2_5', p) for name, p in PROTOCOLS.items()}
+    prompts = {name: chat.tokenizer.decode(chat.prompt_ids('Who?')) for name, chat in chats.items()}
+    tags = {'tips': 'think tool_call tool_response answer', 'tspo': 'think tool_call tool_response answer',
+            'search-r1': 'think search information answer', 'igpo': 'think search tool_response answer',
+            'prs': 'reasoning tool_call answer', 'carl': 'context'}
     assert {n for n in PROTOCOLS if not n.startswith('carl-')} == {*tags, 'tiny'}
     for name, wanted in tags.items():
         assert all(f'<{t}>' in prompts[name] and f'</{t}>' in prompts[name] for t in wanted.split()), name
         assert parse(PROTOCOLS[name], '<tool_call>{"name": "browse", "arguments": {"query": "a"}}</tool_call>').error
-    assert all(f'<answer> {x} </answer>' in prompts[n]
-               for n, x in dict.fromkeys(['tips', 'tspo', 'search-r1'], 'Beijing').items() | {('prs', 'xxx')})
-    assert '"name": "search"' in prompts['tips'] and '"name": "wiki_search"' in prompts['prs'] and prompts[
-        'search-r1'].startswith('<|im_start|>system\nYou are Qwen,')
-    assert all(x in prompts['carl']
-               for x in ('```python', 'search(query)', r'\boxed{}',
-                         'You may')) and set(CARL_PROMPTS) == {'direct', 'forced', 'optional', 'multi-hop'}
+    for name, example in (('tips', 'Beijing'), ('tspo', 'Beijing'), ('search-r1', 'Beijing'), ('prs', 'xxx')):
+        assert f'<answer> {example} </answer>' in prompts[name]
+    assert '"name": "search"' in prompts['tips'] and '"name": "wiki_search"' in prompts['prs']
+    assert prompts['search-r1'].startswith('<|im_start|>system\nYou are Qwen,')
+    assert all(x in prompts['carl'] for x in ('```python', 'search(query)', r'\boxed{}', 'You may'))
+    assert set(CARL_PROMPTS) == {'direct', 'forced', 'optional', 'multi-hop'}
     assert all(r'\boxed{}' in x and ('```python' in x) is ('<context>' in x) is (n != 'direct')
                for n, x in CARL_PROMPTS.items())
-    assert PROTOCOLS['prs'].think_tag == 'reasoning' and PROTOCOLS['carl'].answer_tag is None and PROTOCOLS[
-        'carl'].context_tag == 'context'
-    assert all(p.source for p in PROTOCOLS.values()) and len({hash(p) for p in PROTOCOLS.values()}) == len(PROTOCOLS)
+    assert PROTOCOLS['prs'].think_tag == 'reasoning' and PROTOCOLS['carl'].answer_tag is None
+    assert PROTOCOLS['carl'].context_tag == 'context' and all(p.source for p in PROTOCOLS.values())
+    assert len({hash(p) for p in PROTOCOLS.values()}) == len(PROTOCOLS)
 
 
 # ---- before a model is loaded ----
 
-@each_template
-def test_good_tokenizers_pass_the_check(name, published):
-    for p in PROTOCOLS.values():
-        chat = check_tokenizer(family_tokenizer(name, published), p, vocabulary=1024)
-        assert isinstance(chat, Chat) and chat.protocol is p
-
-
-def test_the_check_takes_what_a_chat_takes():
-    chat = check_tokenizer(family_tokenizer('qwen3'), PROTOCOLS['tiny'], options={'enable_thinking': False},
-                           history='as-sampled')
-    assert chat.history == 'as-sampled' and chat.rewrites and check_tokenizer(byte_tokenizer(None), PROTOCOLS['tiny'],
-                                                                              PLAIN).template == PLAIN
+def test_good_tokenizers_pass_the_check():
+    for (name, published), p in itertools.product(EVERY, PROTOCOLS.values()):
+        assert check_tokenizer(family_tokenizer(name, published), p, vocabulary=1024).protocol is p
+    quiet = dict(options={'enable_thinking': False}, history='as-sampled')
+    chat = check_tokenizer(family_tokenizer('qwen3'), PROTOCOLS['tiny'], **quiet)
+    assert chat.history == 'as-sampled' and chat.rewrites
+    assert check_tokenizer(byte_tokenizer(None), PROTOCOLS['tiny'], PLAIN).template == PLAIN
 
 
 def test_the_check_names_everything_that_is_wrong():
     from credit_rl.tiny import tiny_tokenizer
     assert check_tokenizer(tiny_tokenizer(), PROTOCOLS['tiny'])
-    with pytest.raises(ValueError, match='prompt'):
-        check_tokenizer(tiny_tokenizer(), PROTOCOLS['tspo'])
-    with pytest.raises(ValueError, match='write'):
-        check_tokenizer(tiny_tokenizer(), PROTOCOLS['igpo'])
-    with pytest.raises(ValueError, match='template'): check_tokenizer(byte_tokenizer(None), PROTOCOLS['tiny'])
-    mute = byte_tokenizer(PLAIN, eos=None)
-    with pytest.raises(ValueError, match='model'):
-        check_tokenizer(mute, PROTOCOLS['tiny'], vocabulary=200)
-    gluing = byte_tokenizer("{% for m in messages %}{{ m.content }}ab{% endfor %}{% if add_generation_prompt %}c{% "
-                            "endif %}", texts=['abc'] * 9, merges=2)
-    with pytest.raises(ValueError, match='generation'): check_tokenizer(gluing, PROTOCOLS['tiny'])
+    gluing = ('{% for m in messages %}{{ m.content }}ab{% endfor %}{% if add_generation_prompt %}c{% endif %}')
+    for tokenizer, protocol, said in ((tiny_tokenizer(), 'tspo', 'prompt'), (tiny_tokenizer(), 'igpo', 'write'),
+                                      (byte_tokenizer(None), 'tiny', 'template'),
+                                      (byte_tokenizer(PLAIN, eos=None), 'tiny', 'model'),
+                                      (byte_tokenizer(gluing, texts=['abc'] * 9, merges=2), 'tiny', 'generation')):
+        with pytest.raises(ValueError, match=said): check_tokenizer(tokenizer, PROTOCOLS[protocol], vocabulary=200)
 
 
 # ---- protocols in files ----
@@ -692,20 +568,16 @@ def test_a_file_says_what_a_row_says(tmp_path):
         assert get_protocol(name) is row and get_protocol(str(tmp_path / 'row.yaml')) == row
 
 
-@pytest.mark.parametrize('text, message', [
-    ('usr: hi', "'user'"), ('user: hi', 'question'),
-    ('user: "{question} {query}"', 'field user'), ('call_tag: "a b"', 'field call_tag'),
-    ('call_tag: null', 'field call_tag'),
-    ('name: 3', 'field name'), ('call_style: jsno', 'call_style'),
-    ('response_role: model', 'response_role'), ('tools: search', 'field tools'),
-    ('gold_schema: x', 'field gold_schema'),
-    ('gold_schema: [a, 3]', 'gold_schema'), ('answer_stop: never', 'answer_stop'), ('[1]', 'Protocol'),
-    ('user: &a x\nsystem: *a', 'alias'), ('user: "', 'read'),
-])
-def test_a_file_that_is_wrong_is_refused_by_its_field(tmp_path, text, message):
+def test_a_file_that_is_wrong_is_refused_by_its_field(tmp_path):
     from credit_rl.protocol import read_protocol
-    (tmp_path / 'mine.yaml').write_text(text)
-    with pytest.raises(ValueError, match=message): read_protocol(tmp_path / 'mine.yaml')
+    for text, message in (('usr: hi', "'user'"), ('user: hi', 'question'), ('user: "{question} {query}"', 'field user'),
+                          ('call_tag: "a b"', 'field call_tag'), ('call_tag: null', 'field call_tag'),
+                          ('name: 3', 'field name'), ('call_style: jsno', 'call_style'), ('user: "', 'read'),
+                          ('response_role: model', 'response_role'), ('tools: search', 'field tools'),
+                          ('gold_schema: x', 'field gold_schema'), ('gold_schema: [a, 3]', 'gold_schema'),
+                          ('answer_stop: never', 'answer_stop'), ('[1]', 'Protocol'), ('user: &a x\nsystem: *a', 'alias')):
+        (tmp_path / 'mine.yaml').write_text(text)
+        with pytest.raises(ValueError, match=message): read_protocol(tmp_path / 'mine.yaml')
 
 
 def test_a_run_takes_a_file_and_refuses_what_is_neither(root, monkeypatch):

@@ -20,7 +20,7 @@ def test_a_template_that_prints_todays_date_is_refused_without_a_fixed_one(templ
     with pytest.raises(ValueError, match=f"today's date.*{name}"): chat(template)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(st.dates())
 def test_a_fixed_day_is_the_one_that_is_printed_and_hashed(day):
     text = lambda c: c.tokenizer.decode(c.prompt_ids('Who?'))

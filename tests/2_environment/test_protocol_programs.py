@@ -45,19 +45,22 @@ def test_fifty_programs_print_what_cpython_prints(programs, python):
         assert said == printed.getvalue().rstrip('\n'), name
 
 
-@pytest.mark.parametrize('code', [
+REAL = '\n'.join((
     'print(round(2.675, 2), round(0.5), round(-2.675, 2), round(1234, -2), round(2.5), round(7, 1), round(1.005, 2))',
-    'import statistics as s\nprint(s.median([3, 1, 2, 10]), s.mode("aab"), s.pstdev([2, 4]), s.variance([1, 2, 3, 4]))',
-    'import math, statistics\nprint(math.pi, statistics.fmean([1, 2]), statistics.multimode([1, 1, 2, 2]))',
-    'from fractions import Fraction as F\nprint(F(3, -6), F("0.25") * 3, 2 - F(1, 3), F(1, 3) ** 2, float(F(1, 8)))',
-    'from fractions import Fraction\nprint(Fraction(0.5), repr(Fraction(4, 6)), sum([Fraction(1, 6)] * 3), -Fraction(1))',
-    'import numpy as np\na = np.array([1, 2, 3])\nprint(a, a / 2, 1 / a, a ** 2, a.sum(), a.mean(), a[1:], len(a), 2 in a)',
-    'import numpy as np\nm = np.array([[1, 2], [3, 4.5]])\nprint(m, m.sum(axis=0), m.mean(axis=1), m[0, 1], m[:, 0], m.shape)',
-    'import numpy\nprint(numpy.percentile([1, 2, 3, 10], 25), numpy.std([1, 2, 3], ddof=1), numpy.round([2.345, 1], 1))',
-    'import numpy as np\nprint(np.cumsum([1, 2, 3]), np.diff([1, 4, 9]), np.arange(0, 6, 2), np.dot([1, 2], [3, 4]), np.sqrt(16))'])
-def test_modules_of_the_sandbox_agree_with_the_real_ones(code, python):
-    with contextlib.redirect_stdout(io.StringIO()) as printed: exec(code, {})
-    assert python.run(code) == printed.getvalue().rstrip('\n')
+    'import math, statistics as s',
+    'print(s.median([3, 1, 2, 10]), s.mode("aab"), s.pstdev([2, 4]), s.variance([1, 2, 3, 4]))',
+    'print(math.pi, s.fmean([1, 2]), s.multimode([1, 1, 2, 2]))', 'from fractions import Fraction as F',
+    'print(F(3, -6), F("0.25") * 3, 2 - F(1, 3), F(1, 3) ** 2, float(F(1, 8)))',
+    'print(F(0.5), repr(F(4, 6)), sum([F(1, 6)] * 3), -F(1))', 'import numpy as np\na = np.array([1, 2, 3])',
+    'print(a, a / 2, 1 / a, a ** 2, a.sum(), a.mean(), a[1:], len(a), 2 in a)', 'm = np.array([[1, 2], [3, 4.5]])',
+    'print(m, m.sum(axis=0), m.mean(axis=1), m[0, 1], m[:, 0], m.shape)', 'import numpy',
+    'print(numpy.percentile([1, 2, 3, 10], 25), numpy.std([1, 2, 3], ddof=1), numpy.round([2.345, 1], 1))',
+    'print(np.cumsum([1, 2, 3]), np.diff([1, 4, 9]), np.arange(0, 6, 2), np.dot([1, 2], [3, 4]), np.sqrt(16))'))
+
+
+def test_modules_of_the_sandbox_agree_with_the_real_ones(python):
+    with contextlib.redirect_stdout(io.StringIO()) as printed: exec(REAL, {})
+    assert python.run(REAL) == printed.getvalue().rstrip('\n')
 
 
 def test_the_sandboxs_modules_stay_within_its_limits():
@@ -70,25 +73,27 @@ def test_the_sandboxs_modules_stay_within_its_limits():
         assert brisk.call([code])[0][1] is Result.ERROR
 
 
-@pytest.mark.parametrize('code, said', [
-    ('print(search("Casablanca film"))', str(SEARCH.run(['Casablanca film']))),
-    ('for p in search("Casablanca film"): print(p.title)', 'Casablanca'),
-    ('for p in search("Michael Curtiz"): print(p["title"], "-", p["text"][:7])', 'Michael Curtiz - Michael\nCasablanca - '
-     'Casabla'),
-    ('r = search("Michael Curtiz")\nprint(len(r), len(search("Michael Curtiz", k=1)))', '2 1'),
-    ('print(search(query="Casablanca film")[0].text)', PAGES[0].text),
-    ('for p in search("Michael Curtiz")[:1]: print(p.title)', 'Michael Curtiz'),
-    ('print(search("Casablanca film")[:16])', 'Doc 1 (Title: "C'),
-    ('r = search("Casablanca film")\nprint("Curtiz" in r, r.lower().count("film"), r.split()[0], "> " + r == "> " + str(r))',
-     'True 1 Doc True'),
-    ('print([p.title for p in search("Michael Curtiz")], f"{search(chr(67) + chr(97))}"[:2])', "['Michael Curtiz', 'Casablanca'] No"),
-    ('import re\nprint(re.findall(r"born in (\\w+)", str(search("Michael Curtiz"))))', "['Budapest']"),
-    ('print("\\n".join(str(p) for p in search("Michael Curtiz", 1)))', 'Michael Curtiz: ' + PAGES[1].text),
-    ('search("a", k="two")', None), ('search("a", k=0)', None), ('search()', None), ('search("")', None)])
-def test_a_search_is_a_text_and_its_passages(code, said, python):
-    got, result = python.call([code])[0]
-    if said is None: assert result is Result.ERROR and got.startswith('Error: ')
-    else: assert (got, result) == (said, Result.OK)
+SEARCHES = {
+    'print(search("Casablanca film"))': str(SEARCH.run(['Casablanca film'])),
+    'for p in search("Casablanca film"): print(p.title)': 'Casablanca',
+    'for p in search("Michael Curtiz"): print(p["title"], "-", p["text"][:7])': 'Michael Curtiz - Michael\n'
+                                                                                'Casablanca - Casabla',
+    'r = search("Michael Curtiz")\nprint(len(r), len(search("Michael Curtiz", k=1)))': '2 1',
+    'print(search(query="Casablanca film")[0].text)': PAGES[0].text,
+    'for p in search("Michael Curtiz")[:1]: print(p.title)': 'Michael Curtiz',
+    'print(search("Casablanca film")[:16])': 'Doc 1 (Title: "C',
+    'r = search("Casablanca film")\nprint("Curtiz" in r, r.lower().count("film"), r.split()[0], "> " + r == "> " + str(r))':
+        'True 1 Doc True',
+    'print([p.title for p in search("Michael Curtiz")], f"{search(chr(67) + chr(97))}"[:2])':
+        "['Michael Curtiz', 'Casablanca'] No",
+    'import re\nprint(re.findall(r"born in (\\w+)", str(search("Michael Curtiz"))))': "['Budapest']",
+    'print("\\n".join(str(p) for p in search("Michael Curtiz", 1)))': 'Michael Curtiz: ' + PAGES[1].text}
+
+
+def test_a_search_is_a_text_and_its_passages(python):
+    assert dict(zip(SEARCHES, python.call([*SEARCHES]))) == {code: (said, Result.OK) for code, said in SEARCHES.items()}
+    for got, result in python.call(['search("a", k="two")', 'search("a", k=0)', 'search()', 'search("")']):
+        assert result is Result.ERROR and got.startswith('Error: ')
 
 
 def test_searches_of_programs_with_one_k_are_one_search():
@@ -100,8 +105,6 @@ def test_searches_of_programs_with_one_k_are_one_search():
     PythonTool(SearchTool(Counting(), 2, None)).call(['search("film")', 'search("director")', 'search("film", k=1)'])
     assert sorted(asked) == [(1, 1), (2, 2)]
 
-
-# ---- fences ----
 
 CODE = PROTOCOLS['carl']
 
@@ -123,8 +126,6 @@ def test_a_message_goes_on_behind_a_fence_that_ends_no_program():
     assert t.turns[0].observation_text == '42' and t.turns[0].call['code'] == 'print(6 * 7)\n'
 
 
-# ---- notes ----
-
 PROGRAM = '```python\nprint(6 * 7)\n```\n'
 
 
@@ -134,7 +135,8 @@ def test_what_stands_in_a_notes_place_is_lost_or_read():
     assert ([x.kind for x in lost.turns], lost.answer) == (['invoke', 'assimilate', 'commit'], '0')
     assert ([x.kind for x in read.turns], read.answer, read.stop) == (['invoke', 'commit'], '42', Stop.ANSWER)
     t = play([PROGRAM, PROGRAM, '<context>42</context>', r'\boxed{42}'], notes='read')
-    assert [x.kind for x in t.turns] == ['invoke', 'invoke', 'assimilate', 'commit'] and t.turns[1].observation_text == '42'
+    assert [x.kind for x in t.turns] == ['invoke', 'invoke', 'assimilate', 'commit']
+    assert t.turns[1].observation_text == '42'
     last = TOKENIZER.decode(t.turns[-1].context_ids)
     after = last[last.index('print(6'):]
     assert after.count('print(6 * 7)') == 2 and '<context></context>' in after and '<context>42</context>' in after
@@ -160,8 +162,6 @@ def test_notes_are_read_only_where_they_are_asked_for():
     with pytest.raises(ValueError, match='notes'): play(['x'], notes='never')
 
 
-# ---- prompts and limits ----
-
 def test_a_set_without_passages_is_not_told_of_a_search():
     how = Conversation('carl', program={'seconds': 1, 'memory_mb': 8, 'searches': 2}, max_tokens=10 ** 6)
     found, none = (make_environment(TOKENIZER, search, how) for search in (SEARCH.retriever, None))
@@ -170,6 +170,7 @@ def test_a_set_without_passages_is_not_told_of_a_search():
         found.tool.seconds, found.tool.memory_mb, found.tool.searches)
     for mode in ('forced', 'multi-hop', 'optional'):
         assert 'search' in with_prompt(found, mode).chat.protocol.system
-        assert 'search' not in with_prompt(none, mode).chat.protocol.system and 'python' in with_prompt(none, mode).chat.protocol.system
+        own = with_prompt(none, mode).chat.protocol.system
+        assert 'search' not in own and 'python' in own
     assert without_search(PROTOCOLS['carl-tiny']) == PROTOCOLS['carl-tiny'] and 'search' not in CARL_PROMPTS['direct']
     with pytest.raises(ValueError, match='second'): Conversation('carl', program={'second': 1})

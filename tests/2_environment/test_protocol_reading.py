@@ -1,7 +1,8 @@
 "CARL's answers and programs as models write them, its prompts from files, and how much a program may print."
 import pytest
+
 from credit_rl.environment import Conversation, make_environment
-from credit_rl.metrics import exact_match, numeric_match, plain_latex
+from credit_rl.metrics import numeric_match, plain_latex
 from credit_rl.outcome import extract_answer
 from credit_rl.protocol import PROTOCOLS, find_box, byte_tokenizer, parse
 from credit_rl.readers import Passage
@@ -13,32 +14,24 @@ from credit_rl.warmup import with_prompt
 CARL = PROTOCOLS['carl']
 
 
-@pytest.mark.parametrize('wrapper', ['text', 'textbf', 'textit', 'mathrm', 'mbox', 'emph', 'underline', 'texttt',
-                                     'mathit', 'textsf', 'textsc', 'mathtt', 'fbox', 'boldsymbol', 'operatorname'])
-def test_latex_around_words_is_markup(wrapper):
-    said = rf'So it is \boxed{{\{wrapper}{{Paris}}}}.'
-    assert find_box(said) == extract_answer(said, 'boxed') == parse(CARL, said).answer == 'Paris'
-    assert exact_match(parse(CARL, said).answer, ['Paris']) == 1
+def test_latex_around_words_is_markup():
+    for wrapper in ('text', 'textbf', 'textit', 'mathrm', 'mbox', 'emph', 'underline', 'texttt', 'mathit', 'textsf',
+                    'textsc', 'mathtt', 'fbox', 'boldsymbol', 'operatorname'):
+        said = rf'So it is \boxed{{\{wrapper}{{Paris}}}}.'
+        assert find_box(said) == extract_answer(said, 'boxed') == parse(CARL, said).answer == 'Paris'
 
 
-@pytest.mark.parametrize('inside, wanted', [
-    (r'\text{\textbf{Paris}}', 'Paris'), (r'\textbf{New} \emph{York}', 'New York'), (r'\$5', '$5'),
-    (r'\text{Marks \& Spencer}', 'Marks & Spencer'), (r'5\text{km}', '5 km'), (r'\text{USD}5', 'USD 5'),
-    (r'\frac{1}{2}', r'\frac{1}{2}'), (r'{a}', '{a}'), ('New~York', 'New York'), (r'New\ York', 'New York'),
-    (r'{\bf Paris}', 'Paris'), (r'\underline{\texttt{New~York}}', 'New York'), (r'1\,234', '1,234'),
-    (r'a\~b', r'a\~b')])
-def test_it_may_be_nested_and_formulas_stay(inside, wanted):
-    assert plain_latex(inside) == find_box(rf'\boxed{{{inside}}}') == wanted
-
-
-def test_numbers_are_read_as_before():
-    for inside, gold in ((r'\frac{1}{2}', '.5'), (r'1\,234', '1234')):
+def test_it_may_be_nested_and_formulas_stay():
+    for inside, wanted in (
+            (r'\text{\textbf{Paris}}', 'Paris'), (r'\textbf{New} \emph{York}', 'New York'), (r'\$5', '$5'),
+            (r'\text{Marks \& Spencer}', 'Marks & Spencer'), (r'5\text{km}', '5 km'), (r'\text{USD}5', 'USD 5'),
+            (r'\frac{1}{2}', r'\frac{1}{2}'), (r'{a}', '{a}'), ('New~York', 'New York'), (r'New\ York', 'New York'),
+            (r'{\bf Paris}', 'Paris'), (r'\underline{\texttt{New~York}}', 'New York'), (r'1\,234', '1,234'),
+            (r'a\~b', r'a\~b')):
+        assert plain_latex(inside) == find_box(rf'\boxed{{{inside}}}') == wanted
+    for inside, gold in ((r'\frac{1}{2}', '.5'), (r'1\,234', '1234'), (r'5\text{ km}', '5'), (r'\text{USD}5', '5'),
+                         (r'\$5', '5'), (r'\mathbf{5}', '5')):
         assert numeric_match(find_box(rf'\boxed{{{inside}}}'), [gold]) == 1
-    for inside in (r'5\text{ km}', r'\text{USD}5', r'\$5', r'\mathbf{5}', r'5.0\%'.replace(r'\%', '')):
-        assert numeric_match(find_box(rf'\boxed{{{inside}}}'), ['5']) == 1
-
-
-def test_a_box_without_words_is_no_answer():
     assert parse(CARL, r'\boxed{\text{ }}').error
 
 

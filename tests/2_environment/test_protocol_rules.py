@@ -1,11 +1,10 @@
 """The rules of play that papers set differently: which answer ends a message, what follows a malformed turn, in whose
 words a model is asked, and how long prompt and response may be."""
-import hashlib
 import json
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 from credit_rl import evaluate as evaluating
 from credit_rl.engine import HFEngine, SamplingParams, ScriptedEngine
@@ -17,7 +16,7 @@ from credit_rl.models import load_model
 from credit_rl.outcome import extract_answer
 from credit_rl.methods import compose
 from credit_rl.parameters import from_settings
-from credit_rl.protocol import PROTOCOLS, TOOL_PROMPT, WORDS, Chat, byte_tokenizer, prompt_hash, reword
+from credit_rl.protocol import PROTOCOLS, WORDS, Chat, byte_tokenizer, prompt_hash, reword
 from credit_rl.prs import PRS_JUDGE_PROMPT
 from credit_rl.readers import Passage
 from credit_rl.retrieval import BM25
@@ -59,19 +58,12 @@ def response(t): return [i for x in t.turns for ids in (x.action_ids, x.observat
 
 # ---- which answer ends a message ----
 
-@pytest.mark.parametrize('protocol', ['tiny', 'tips', 'igpo'])
-def test_an_answer_is_no_stop_string_where_the_last_one_counts(protocol):
-    first, last = chat_of(protocol), chat_of(protocol, answer_stop='last')
-    assert set(first.stop) - set(last.stop) == {'</answer>'} and set(last.stop) < set(first.stop)
-
-
 PATIENT = replace(PROTOCOLS['tiny'], answer_stop='last')
 PARTS = st.sampled_from(['<answer> a </answer>', '<answer>b</answer>', '<answer>', '</answer>', '<answer> </answer>',
                          CALL, '<tool_call> ; </tool_call>', '<tool_call>', ' so ', '\n'])
 MESSAGES = st.lists(PARTS, max_size=6).map(''.join)
 
 
-@settings(deadline=None)
 @given(st.lists(MESSAGES, min_size=4, max_size=4), st.sampled_from(['error', 'end']), st.integers(1, 4))
 def test_the_last_well_formed_answer_of_the_models_messages_counts(says, malformed, turns):
     "As `extract_answer` reads the messages, however the trajectory ended."
@@ -106,9 +98,9 @@ def test_a_model_goes_on_after_its_answer_until_it_ends_its_message(base, both):
     ends, longer = {*HFEngine(*base).eos_ids.tolist()}, 0
     for a, b in zip(first, last):
         if a.answer is None: continue
-        assert response(b)[:len(response(a))] == response(a)
-        longer += len(b.turns[len(a.turns) - 1].action_ids) > len(a.turns[-1].action_ids)
         turn = b.turns[len(a.turns) - 1]
+        assert response(b)[:len(response(a))] == response(a)
+        longer += len(turn.action_ids) > len(a.turns[-1].action_ids)
         assert turn.action_ids[-1] in ends or len(turn.action_ids) == 24 or turn.action_text.endswith('</tool_call>')
     assert longer > 12 and sum(t.answer is not None for t in first) > 12
     layout = pack(both[1])
@@ -118,59 +110,48 @@ def test_a_model_goes_on_after_its_answer_until_it_ends_its_message(base, both):
 # ---- after a malformed turn ----
 
 def test_what_a_tool_refuses_is_answered_under_either_rule():
-    broken = '```python\nlook it up\n```\n'
-    for rule in ('error', 'end'):
-        t = play([broken, '<context>an error</context>', r'\boxed{1}'], chat_of('carl'), PythonTool(TOOL),
-                 malformed=rule, max_tokens=10**6)
-        assert [x.kind for x in t.turns] == ['invoke', 'assimilate', 'commit'] and t.answer == '1'
-        assert t.turns[0].result is Result.MALFORMED
-
-
-def test_in_segments_a_block_that_is_not_closed_is_answered_or_the_last():
-    says = ['```python\nprint(1)', '<context>an error</context>', r'\boxed{1}']
-    shown, ended = (play(says, chat_of('carl'), PythonTool(TOOL), malformed=rule, max_tokens=10**6)
-                    for rule in ('error', 'end'))
-    assert [x.kind for x in shown.turns] == ['invoke', 'assimilate', 'commit'] and shown.answer == '1'
-    assert [x.kind for x in ended.turns] == ['invoke'] and (ended.stop, ended.answer) == (Stop.NO_ANSWER, None)
+    "And in segments a block that is not closed is answered, or the last."
+    noted = ['<context>an error</context>', r'\boxed{1}']
+    def segments(code, rule):
+        t = play([code, *noted], chat_of('carl'), PythonTool(TOOL), malformed=rule, max_tokens=10**6)
+        return [x.kind for x in t.turns], t
+    for code, rule in (('```python\nlook it up\n```\n', 'error'), ('```python\nlook it up\n```\n', 'end'),
+                       ('```python\nprint(1)', 'error')):
+        kinds, t = segments(code, rule)
+        assert kinds == ['invoke', 'assimilate', 'commit'] and t.answer == '1' and t.turns[0].result is Result.MALFORMED
+    kinds, t = segments('```python\nprint(1)', 'end')
+    assert kinds == ['invoke'] and (t.stop, t.answer) == (Stop.NO_ANSWER, None)
 
 
 # ---- how long ----
 
 @pytest.fixture(scope='module')
-def chatter(base):
+def chatter():
     "Function that plays a random model's greedy games, two questions, under some rules."
-    model = small_qwen(len(TOKENIZER), max_position_embeddings=2048, initializer_range=.1)
+    model = small_qwen(len(TOKENIZER), max_position_embeddings=2048, initializer_range=.1, hidden_size=32,
+                       num_hidden_layers=1)
     questions = [QUESTION, Question('r', 'And who was it?', ['x'])]
 
-    def games(chat=None, length=2048, **rules):
-        env = Environment(chat or chat_of(), TOOL, **{'max_tokens': 2048, **rules})
+    def games(length=2048, **rules):
+        env = Environment(chat_of(), TOOL, **{'max_tokens': 2048, **rules})
         engine = HFEngine(model, TOKENIZER, max_length=length)
         return flat(rollout(engine, env, questions, 1, SamplingParams(greedy=True, max_tokens=20)))
     return games
 
 
-@pytest.fixture(scope='module')
-def uncapped(chatter): return [response(t) for t in chatter()]
-
-
-@settings(deadline=None, max_examples=8)
-@given(st.integers(1, 420))
-@pytest.mark.long
-def test_a_response_is_cut_where_its_cap_is_and_is_as_long_as_that(chatter, uncapped, most):
+def test_a_response_is_cut_where_its_cap_is_and_is_as_long_as_that(chatter):
     "Model tokens and observations together, the prompt apart; up to there nothing is different."
-    for whole, capped in zip(uncapped, chatter(response_tokens=most)):
-        part = response(capped)
-        assert part == whole[:len(part)] and len(part) <= most
-        # one id is left over where nothing could be read after it
-        if len(whole) > most: assert capped.stop is Stop.LENGTH and len(part) >= most - 1
-        else: assert len(part) == len(whole) or len(whole) + 1 > most
-
-
-def test_an_observation_longer_than_the_engine_holds_ends_the_trajectory(chatter):
-    "Before, ids that no engine could take were handed to it."
-    for t in chatter(length=len(chat_of().prompt_ids(QUESTION.text)) + 60):
-        assert t.stop is Stop.LENGTH and len(t.prompt_ids) + len(response(t)) <= 60 + len(
-            chat_of().prompt_ids(QUESTION.text))
+    free = [response(t) for t in chatter()]
+    for most in (1, 20, 150, 333):
+        for whole, capped in zip(free, chatter(response_tokens=most)):
+            part = response(capped)
+            assert part == whole[:len(part)] and len(part) <= most
+            # one id is left over where nothing could be read after it
+            if len(whole) > most: assert capped.stop is Stop.LENGTH and len(part) >= most - 1
+            else: assert len(part) == len(whole) or len(whole) + 1 > most
+    assert min(map(len, free)) > 150
+    room = len(chat_of().prompt_ids(QUESTION.text)) + 60                     # an observation that the engine cannot hold
+    for t in chatter(length=room): assert t.stop is Stop.LENGTH and len(t.prompt_ids) + len(response(t)) <= room
 
 
 def test_each_row_of_a_rollout_in_segments_has_the_cap():
@@ -185,22 +166,19 @@ def test_each_row_of_a_rollout_in_segments_has_the_cap():
 
 
 def test_a_long_prompt_is_refused_before_anything_is_played(root):
-    env = Environment(chat_of(), TOOL)
-    n = len(env.chat.prompt_ids(QUESTION.text))
+    env, length = Environment(chat_of(), TOOL), lambda question: len(chat_of().prompt_ids(question.text))
     questions = [QUESTION, Question('long', 'Who ' + 'really ' * 9 + 'did it?', ['x'])]
-    long = len(env.chat.prompt_ids(questions[1].text))
-    tight = replace(env, prompt_tokens=n)
-    for refused in (lambda: check_prompts(tight, questions), lambda: rollout(ScriptedEngine(None, TOKENIZER), tight,
-                                                                            questions)):
+    n, long = map(length, questions)
+    tight, engine = replace(env, prompt_tokens=n), ScriptedEngine(None, TOKENIZER)
+    for refused in (lambda: check_prompts(tight, questions), lambda: rollout(engine, tight, questions)):
         with pytest.raises(ValueError, match=f"1 of . questions .*prompt_tokens={n} ids, such as 'long' with {long}"):
             refused()
     check_prompts(replace(env, prompt_tokens=long), questions)
     given = dict(model=str(root / 'data' / 'tiny_base'), questions=9, dev_questions=4, test_questions=4)
-    with pytest.raises(ValueError, match='prompt_tokens=5'):
-        setup_of(make_config({**given, 'prompt_tokens': 5}))
+    with pytest.raises(ValueError, match='prompt_tokens=5'): setup_of(make_config({**given, 'prompt_tokens': 5}))
     stage = setup_of(make_config({**given, 'prompt_tokens': 60, 'response_tokens': 99, 'malformed': 'end'}))
-    assert {(e.prompt_tokens, e.response_tokens, e.max_tokens, e.malformed)
-            for e in stage.environments.values()} == {(60, 99, 159, 'end')}
+    rules = {(e.prompt_tokens, e.response_tokens, e.max_tokens, e.malformed) for e in stage.environments.values()}
+    assert rules == {(60, 99, 159, 'end')}
 
 
 def test_caps_that_do_not_fit_together_are_refused():
@@ -249,8 +227,7 @@ def test_a_prompt_says_a_day_and_its_tools(file):
     assert asked['content'] == '2026-01-31: Who said {today}?'
     assert prompt_hash(own) != prompt_hash(reword(PROTOCOLS['tips'], system, user, today='2026-02-01'))
     with pytest.raises(ValueError, match=r"holds \{today\}: say which day"): reword(PROTOCOLS['tips'], system)
-    with pytest.raises(ValueError, match='<tool_call>'):
-        reword(PROTOCOLS['tips'], file('{tools}', 't'))
+    with pytest.raises(ValueError, match='<tool_call>'): reword(PROTOCOLS['tips'], file('{tools}', 't'))
     assert reword(PROTOCOLS['igpo'], file('On {today}.', 'd'), today='Monday').system == 'On Monday.'
 
 
@@ -269,37 +246,31 @@ def test_a_day_is_a_setting_of_every_kind_of_run(file, tmp_path):
 
 def test_a_text_about_tools_stands_instead_of_the_templates_own(root, file):
     template = (root / 'tests' / 'fixtures' / 'templates' / 'qwen2_5.jinja').read_text()
-    own, other = (Chat(p, byte_tokenizer(template)) for p in (PROTOCOLS['tips'], reword(
-        PROTOCOLS['tips'], tool_prompt=file('search(query_list) by <tool_call>'))))
-    shown = [TOKENIZER.decode(TOKENIZER(c.tokenizer.decode(c.prompt_ids('Who?'))).input_ids) for c in (own, other)]
+    reworded = reword(PROTOCOLS['tips'], tool_prompt=file('search(query_list) by <tool_call>'))
+    own, other = (Chat(p, byte_tokenizer(template)) for p in (PROTOCOLS['tips'], reworded))
+    shown = [c.tokenizer.decode(c.prompt_ids('Who?')) for c in (own, other)]
     assert own.tools and '"query_list"' in shown[0]
     assert not other.tools and 'search(query_list) by <tool_call>' in shown[1] and '"query_list"' not in shown[1]
 
 
 @pytest.mark.parametrize('protocol, key, text, wanted', [
-    ('tips', 'user_prompt', 'Answer {query}', r'holds \{query\}.*may hold: \{question\}'),
-    ('tips', 'user_prompt', 'Answer it.', r'must hold \{question\}'),
+    ('tips', 'user_prompt', 'Answer {query}', 'query'), ('tips', 'user_prompt', 'Answer it.', 'question'),
     ('tips', 'user_prompt', '{question} {question}', '2 times'),
-    ('tips', 'system_prompt', 'Today is {date}, {question}.', r'holds \{date\} and \{question\}.*may hold: \{today\}'),
-    ('igpo', 'system_prompt', '{tools}', r'holds \{tools\}.*may hold: \{today\}$'),
-    ('tips', 'tool_prompt', 'Write <tool_call>.', r'must hold \{tools\} or search'),
-    ('tips', 'tool_prompt', '{tools}', r'must hold \{tag\} or <tool_call>'),
-    ('tips', 'tool_prompt', '{tools} {tag} {schemas}', r'holds \{schemas\}'),
-    ('igpo', 'tool_prompt', '{tools} {tag}', 'user_prompt'),
-    ('tips', 'system_prompt', ' \n', 'is empty')])
+    ('tips', 'system_prompt', 'Today is {date}, {question}.', r'\{date\} and \{question\}.*may hold: \{today\}'),
+    ('igpo', 'system_prompt', '{tools}', r'holds \{tools\}'), ('tips', 'tool_prompt', 'Write <tool_call>.', 'or search'),
+    ('tips', 'tool_prompt', '{tools}', 'or <tool_call>'), ('tips', 'tool_prompt', '{tools} {tag} {schemas}', 'schemas'),
+    ('igpo', 'tool_prompt', '{tools} {tag}', 'user_prompt'), ('tips', 'system_prompt', ' \n', 'is empty')])
 def test_a_prompt_that_cannot_be_used_is_refused_by_name(protocol, key, text, wanted, file):
     with pytest.raises(ValueError, match=wanted) as e: reword(PROTOCOLS[protocol], **{key: file(text)})
     assert key in str(e.value)
-    config = make_config({'protocol': protocol, 'data': 'nq', 'corpus': 'http://x', key: file(text)})
-    with pytest.raises(ValueError, match=wanted): check(config)
-    with pytest.raises(ValueError, match=wanted):
-        check_evaluation(from_settings(evaluating.Evaluation, {'protocol': protocol, key: file(text)}))
+    given = {'protocol': protocol, key: file(text)}
+    with pytest.raises(ValueError, match=wanted): check(make_config({'data': 'nq', 'corpus': 'http://x', **given}))
+    with pytest.raises(ValueError, match=wanted): check_evaluation(from_settings(evaluating.Evaluation, given))
 
 
 def test_a_prompt_that_is_not_there_is_refused():
     for key in WORDS[:3]:
-        with pytest.raises(ValueError, match=f"{key} must be a text file, got 'nowhere.txt'"):
-            reword(PROTOCOLS['tips'], **{key: 'nowhere.txt'})
+        with pytest.raises(ValueError, match=f"{key} .*'nowhere.txt'"): reword(PROTOCOLS['tips'], **{key: 'nowhere.txt'})
     with pytest.raises(ValueError, match='answer'): reword(PROTOCOLS['carl'], answer_stop='last')
 
 
@@ -311,16 +282,6 @@ def test_sets_that_are_asked_directly_keep_their_words(file):
     assert direct.chat.protocol.system is None and '</answer>' not in (*direct.chat.stop, *searched.chat.stop)
     assert {(e.malformed, e.context_tokens) for e in (searched, direct)} == {('end', 9)}
     assert make_environment(TOKENIZER, None, replace(how, protocol='direct')).chat.protocol.system == 'Be brief.'
-
-
-def test_the_hash_is_of_what_the_model_is_told(file):
-    tips = PROTOCOLS['tips']
-    texts = [tips.system, tips.user, list(tips.tools), TOOL_PROMPT]
-    assert prompt_hash(tips) == hashlib.sha256(json.dumps(texts, sort_keys=True).encode()).hexdigest()[:12]
-    assert prompt_hash(tips) == prompt_hash(replace(tips, name='x', source='y', answer_stop='last'))
-    others = [reword(tips, system_prompt=file('a')), reword(tips, user_prompt=file('{question}')),
-              reword(tips, tool_prompt=file('{tools} {tag}')), replace(tips, tools=PROTOCOLS['prs'].tools)]
-    assert len({prompt_hash(p) for p in [tips, *others]}) == 5
 
 
 @pytest.mark.parametrize('spelling, reward', [('outcome+judge/calls', 'judge'), ('prs', 'prs')])
@@ -346,8 +307,7 @@ def test_a_run_keeps_its_protocol_and_the_hash_of_its_prompt(root, file, tmp_pat
         summary = json.loads((folder / 'summary.json').read_text())
         assert (summary['protocol'], summary['prompt_hash']) == ('tiny', prompt_hash(protocol))
         assert 'judge_prompt_hashes' not in summary
-    with pytest.raises(ValueError, match="'tiny'"):
-        setup_of(make_config({**given, 'system_prompt': file('Be brief.')}))
+    with pytest.raises(ValueError, match="'tiny'"): setup_of(make_config({**given, 'system_prompt': file('Be brief.')}))
 
 
 def test_other_prompts_of_carl_keep_the_words_that_are_given(file):

@@ -3,7 +3,6 @@ import json
 import os
 import tempfile
 import weakref
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,8 +10,8 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from credit_rl.readers import Passage
-from credit_rl.retrieval import (BM25, PassageFile, RankBM25, Retriever, bm25_reference, build_index, corpus_hash,
-                                 document, read_index, words)
+from credit_rl.retrieval import (BM25, PassageFile, RankBM25, bm25_reference, build_index, corpus_hash, document,
+                                 read_index, words)
 
 WORD = st.sampled_from('abcdefgh')
 QUERY = st.lists(st.sampled_from('abcdefghxy'), max_size=6).map(' '.join)
@@ -29,7 +28,6 @@ def corpora(draw):
 PARAMETERS = st.tuples(st.sampled_from([0.9, 1.5, 0.1]), st.sampled_from([0.4, 0.75, 0.0, 1.0]))
 
 
-@settings(deadline=None)
 @given(corpora(), st.lists(QUERY, max_size=4), PARAMETERS, st.sampled_from(VARIANTS))
 def test_scores_are_the_formula_and_bm25s_to_the_bit(corpus, queries, parameters, variant):
     import bm25s
@@ -46,7 +44,6 @@ def test_scores_are_the_formula_and_bm25s_to_the_bit(corpus, queries, parameters
         if q: assert np.array_equal(row, theirs.get_scores(words(q)))
 
 
-@settings(deadline=None)
 @given(corpora(), st.lists(QUERY, max_size=5), st.integers(1, 40))
 def test_search_is_a_stable_sort_of_the_positive_scores(corpus, queries, k):
     bm25 = BM25(corpus)
@@ -62,67 +59,50 @@ def test_search_is_a_stable_sort_of_the_positive_scores(corpus, queries, k):
         assert bm25.search([query], k)[0] == passages  # a batch changes nothing
 
 
-def test_chunks_of_queries_do_not_change_the_result(monkeypatch):
+def test_chunks_of_queries_do_not_change_the_result():
     rng = np.random.default_rng(0)
     corpus = [Passage(str(i), '', ' '.join(rng.choice(list('abcdefghij'), 5))) for i in range(3000)]
     queries = [' '.join(rng.choice(list('abcdefghij'), 2)) for _ in range(90)] + ['a b'] * 400
     bm25 = BM25(corpus)
     assert 2 ** 20 // len(corpus) < len(queries)
-    assert bm25.search(queries, 3) == [bm25.search([q], 3)[0] for q in queries]
+    alone = {q: bm25.search([q], 3)[0] for q in set(queries)}
+    assert bm25.search(queries, 3) == [alone[q] for q in queries]
 
 
 def test_the_doors():
     corpus = [Passage('0', '', 'a b'), Passage('1', '', '?!')]
     for kind in (BM25, RankBM25):
-        with pytest.raises(ValueError, match='empty'): kind([])
-        with pytest.raises(ValueError, match='word'): kind(corpus[1:])
-        with pytest.raises(TypeError, match='Passage'): kind(['a b'])
         retriever = kind(corpus)
-        assert isinstance(retriever, Retriever)
-        with pytest.raises(TypeError, match='strings'): retriever.search('a', 3)
-        with pytest.raises(TypeError, match='strings'): retriever.search([3], 3)
-        with pytest.raises(ValueError, match='least'): retriever.search(['a'], 0)
+        for call, error, said in (
+                (lambda: kind([]), ValueError, 'empty'), (lambda: kind(corpus[1:]), ValueError, 'word'),
+                (lambda: kind(['a b']), TypeError, 'Passage'), (lambda: retriever.search('a', 3), TypeError, 'strings'),
+                (lambda: retriever.search([3], 3), TypeError, 'strings'),
+                (lambda: retriever.search(['a'], 0), ValueError, 'least')):
+            with pytest.raises(error, match=said): call()
         assert retriever.search([], 3) == [] and retriever.search(['', '!', 'zebra'], 3) == [[], [], []]
     with pytest.raises(ValueError, match='variant'): BM25(corpus, variant='bm25+')
     for k1, b in ((-1, 0.4), (0.9, -0.1), (0.9, 1.1)):
         with pytest.raises(ValueError, match='k1'): BM25(corpus, k1, b)
-    assert not isinstance(corpus, Retriever)
 
 
 @pytest.fixture
 def corpus():
-    return [
-        Passage(f'id{i}', 'Tïtle "q"', f'text {i}\nnext line \ud800 {"odd" if i % 2 else "even"}') for i in range(7)
-    ]
+    text = lambda i: f'text {i}\nnext line \ud800 {"odd" if i % 2 else "even"}'
+    return [Passage(f'id{i}', 'Tïtle "q"', text(i)) for i in range(7)]
 
 
-def test_save_and_load_give_the_same_search(corpus, tmp_path):
-    bm25 = BM25(corpus, 1.2, 0.3, 'robertson')
+def test_a_memory_mapped_index_is_saved_to_another_folder(corpus, tmp_path):
+    bm25, queries = BM25(corpus, 1.2, 0.3, 'robertson'), ['odd', 'text 3', 'tïtle', 'zebra']
     bm25.save(tmp_path / 'deep' / 'index')
     again = BM25.load(tmp_path / 'deep' / 'index')
-    queries = ['odd', 'text 3', 'tïtle', 'zebra']
-    assert again.search(queries, 3) == bm25.search(queries,
-                                                   3) and (again.k1, again.b, again.variant) == (1.2, 0.3, 'robertson')
-    assert isinstance(again.passages, PassageFile) and list(
-        again.passages) == corpus and again.passages[1:3] == corpus[1:3]
+    assert isinstance(again.passages, PassageFile) and again.passages[1:3] == corpus[1:3]
     assert isinstance(again.index.scores['data'], np.memmap)
-    again.save(tmp_path / 'copy')                                  # from one memory-mapped index to another folder
-    assert BM25.load(tmp_path / 'copy').search(queries, 3) == bm25.search(queries, 3)
+    again.save(tmp_path / 'copy')
+    assert BM25.load(tmp_path / 'copy').search(queries, 3) == again.search(queries, 3) == bm25.search(queries, 3)
     with pytest.raises(IndexError): again.passages[7]
-
-
-def test_an_interrupted_save_leaves_what_was_there(corpus, tmp_path, monkeypatch):
-    folder = tmp_path / 'index'
-    def fail(*args, **kwargs): raise OSError('disk full')
-    monkeypatch.setattr(np, 'save', fail)
-    with pytest.raises(OSError, match='disk'): BM25(corpus).save(folder)
-    assert not list(tmp_path.iterdir())
-    monkeypatch.undo()
-    BM25(corpus).save(folder)
-    monkeypatch.setattr(np, 'save', fail)
-    with pytest.raises(OSError, match='disk'): BM25(corpus[:2]).save(folder)
-    monkeypatch.undo()
-    assert len(BM25.load(folder).passages) == 7 and [p.name for p in tmp_path.iterdir()] == ['index']
+    for other in (corpus_hash(corpus[1:]), corpus[::-1], []):
+        with pytest.raises(ValueError, match=f'another corpus: 7 passages with hash {corpus_hash(corpus)}'):
+            BM25.load(tmp_path / 'copy', other)
 
 
 def test_a_failed_last_move_puts_the_old_index_back(corpus, tmp_path, monkeypatch):
@@ -149,36 +129,20 @@ def test_an_index_behind_a_link_is_written_through(corpus, tmp_path):
 def test_a_damaged_index_is_refused(corpus, tmp_path):
     with pytest.raises(FileNotFoundError, match='saved'): BM25.load(tmp_path)
     (tmp_path / 'mine.txt').write_text('notes')
-    with pytest.raises(FileExistsError, match='saved'): BM25(corpus).save(tmp_path)
-    with pytest.raises(FileExistsError, match='saved'): BM25(corpus).save(tmp_path / 'mine.txt')
+    for place in (tmp_path, tmp_path / 'mine.txt'):
+        with pytest.raises(FileExistsError, match='saved'): BM25(corpus).save(place)
     folder = tmp_path / 'index'
     BM25(corpus).save(folder)
-    text = (folder / 'passages.jsonl').read_bytes()
+    text, about = (folder / 'passages.jsonl').read_bytes(), json.loads((folder / 'index.json').read_text())
     (folder / 'passages.jsonl').write_bytes(text[:-5])
     with pytest.raises(ValueError, match='cut off'): BM25.load(folder)
     (folder / 'passages.jsonl').write_bytes(text)
-    about = json.loads((folder / 'index.json').read_text())
-    (folder / 'index.json').write_text(json.dumps({**about, 'passages': 8}))
-    with pytest.raises(ValueError, match='damaged'): BM25.load(folder)
-    (folder / 'index.json').write_text(json.dumps({**about, 'format': 1}))
-    with pytest.raises(ValueError, match='format'): BM25.load(folder)
+    for change, said in (({'passages': 8}, 'damaged'), ({'format': 1}, 'format')):
+        (folder / 'index.json').write_text(json.dumps({**about, **change}))
+        with pytest.raises(ValueError, match=said): BM25.load(folder)
 
 
-def test_a_stale_index_is_refused(corpus, tmp_path):
-    folder = tmp_path / 'index'
-    BM25(corpus).save(folder)
-    assert BM25.load(folder, corpus).search(['odd'], 2) == BM25.load(folder, corpus_hash(corpus)).search(['odd'], 2)
-    edited = [*corpus[:3], replace(corpus[3], text='text 3, corrected'), *corpus[4:]]
-    for other in (edited, corpus_hash(edited), corpus[::-1], []):
-        with pytest.raises(ValueError, match=f'another corpus: 7 passages with hash {corpus_hash(corpus)}'):
-            BM25.load(folder, other)
-    BM25(edited).save(folder)
-    assert BM25.load(folder, edited).passages[3].text == 'text 3, corrected'
-
-
-# ---- in shards ----
-
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=20)
 @given(corpora(), PARAMETERS, st.sampled_from(VARIANTS), st.integers(1, 6), st.integers(1, 9))
 def test_shards_and_blocks_of_any_size_give_the_index_of_all_at_once(corpus, parameters, variant, shard, most):
     k1, b = parameters

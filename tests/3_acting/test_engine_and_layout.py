@@ -2,30 +2,28 @@
 whoever else is in the batch."""
 import copy
 import dataclasses
+import string
 
 import pytest
 import torch
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
-from credit_rl.tspo import first_turns
 from credit_rl.engine import HFEngine, SamplingParams, ScriptedEngine, draw
 from credit_rl.layout import AVERAGES, loss_weights, pack, take, token_logps
 from credit_rl.learner import FrozenModels, Learner, Optimiser, deal
 from credit_rl.parts import Credit, Loss, Needs, assign
 from credit_rl.methods import METHODS
 from credit_rl.outcome import outcome_rewards
-from credit_rl.protocol import PROTOCOLS, Chat, byte_tokenizer
+from credit_rl.protocol import CHATML, PROTOCOLS, Chat, byte_tokenizer
 from credit_rl.rollout import Environment, rollout
 from credit_rl.readers import Passage
-from credit_rl.tiny import tiny_environment, tiny_tokenizer
-from credit_rl.tools import SearchTool, render_plain
+from credit_rl.tiny import tiny_environment
+from credit_rl.tools import SearchTool
 from credit_rl.models import load_model
 from credit_rl.trajectory import Group, Question, Stop, Trajectory, Turn
-from credit_rl.turn_rewards import rule_turn_rewards
-from credit_rl.world import WORDS, make_world
+from credit_rl.world import make_world
 from random_models import small_qwen
 
-ATTENTION = ['eager', 'sdpa']
 SAMPLING = SamplingParams(max_tokens=24)
 TEMPERATURE = 1.7
 
@@ -34,16 +32,13 @@ def same_logps(a, b):
     """Assert that float32 log-probabilities agree within 1e-4, where the model is well-conditioned.
 
     A sharp model in a muddle is not: there one token in a hundred (or one in a short row) may be up to 1e-3 off, as
-    far as
-    a float32 forward is from a float64 one. `test_in_double_precision_the_cache_is_exact` shows that it is rounding.
+    far as a float32 forward is from a float64 one. `test_in_double_precision_the_cache_is_exact` shows that it is
+    rounding.
     """
     gap = (a - b).abs()
-    assert a.shape == b.shape and gap.max() < 1e-3 and (gap > 1e-4).sum() <= max(
-        1,
-        gap.numel() // 100), f'up to {gap.max():.2g} apart'
+    assert a.shape == b.shape and gap.max() < 1e-3, f'up to {gap.max():.2g} apart'
+    assert (gap > 1e-4).sum() <= max(1, gap.numel() // 100)
 
-
-# ---- a model that plays, and its rollouts ----
 
 @pytest.fixture(scope='module')
 def base(root):
@@ -101,16 +96,12 @@ def plain(model, t, temperature=1.0, **forward):
     return (logits / temperature).log_softmax(-1).gather(-1, ids[own][:, None])[:, 0]
 
 
-# ---- one plain forward gives the sampled log-probabilities ----
-
-@pytest.mark.parametrize('read', ATTENTION)
-@pytest.mark.parametrize('act', ATTENTION)
+@pytest.mark.parametrize('act, read', [('eager', 'sdpa'), ('sdpa', 'eager')])
 def test_a_plain_forward_gives_the_sampled_logps(base, play, act, read):
     flat = trajectories(play(act))
     assert max(len(t.turns) for t in flat) >= 3                       # the cache lived through several turns
     base[0].set_attn_implementation(read)
-    for t in flat:
-        same_logps(plain(base[0], t), recorded(t))
+    for t in flat: same_logps(plain(base[0], t), recorded(t))
 
 
 def test_in_double_precision_the_cache_is_exact(base):
@@ -122,22 +113,12 @@ def test_in_double_precision_the_cache_is_exact(base):
         torch.testing.assert_close(plain(model, t), recorded(t), atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize('attention', ATTENTION)
-def test_the_learner_reads_what_the_engine_sampled(base, groups, attention):
-    base[0].set_attn_implementation(attention)
-    layout = pack(groups)
-    seen = Learner(base[0], optimiser=Optimiser(row_tokens=256)).evaluate(layout)
-    same_logps(seen.logp, layout.logps)
-
-
-@pytest.mark.parametrize('temperature', [.5, TEMPERATURE])
-def test_logps_are_those_of_the_tempered_distribution(base, play, temperature):
-    groups = play(sampling=dataclasses.replace(SAMPLING, temperature=temperature))
-    for t in trajectories(groups):
-        same_logps(plain(base[0], t, temperature), recorded(t))
+def test_logps_are_those_of_the_tempered_distribution(base, play):
+    groups = play(sampling=dataclasses.replace(SAMPLING, temperature=TEMPERATURE))
+    for t in trajectories(groups): same_logps(plain(base[0], t, TEMPERATURE), recorded(t))
     assert any((plain(base[0], t) - recorded(t)).abs().max() > .05 for t in trajectories(groups))
     layout = pack(groups)
-    same_logps(Learner(base[0], temperature=temperature).evaluate(layout).logp, layout.logps)
+    same_logps(Learner(base[0], temperature=TEMPERATURE).evaluate(layout).logp, layout.logps)
 
 
 def test_draws_follow_the_distribution():
@@ -148,12 +129,7 @@ def test_draws_follow_the_distribution():
     torch.testing.assert_close(frequency, (logits[0] / TEMPERATURE).softmax(-1), atol=2 / n, rtol=0)
 
 
-# ---- who else is there changes nothing ----
-
-COMPANY = {
-    'few rows': dict(max_rows=3), 'small readings': dict(read_tokens=64), 'both': dict(max_rows=5, read_tokens=32),
-    'sdpa': dict(attention='sdpa')
-}
+COMPANY = {'few rows, small readings': dict(max_rows=5, read_tokens=32), 'sdpa': dict(attention='sdpa')}
 
 
 @pytest.mark.parametrize('setting', COMPANY.values(), ids=COMPANY)
@@ -163,11 +139,9 @@ def test_the_batch_changes_no_sample(play, groups, setting):
         same_logps(recorded(a), recorded(b))
 
 
-@pytest.mark.parametrize('attention', ATTENTION)
-def test_padding_order_and_company_change_no_logp(base, groups, attention):
-    model, _ = base
-    model.set_attn_implementation(attention)
-    layout = pack(groups)
+def test_padding_order_and_company_change_no_logp(base, groups):
+    model, layout = base[0], pack(groups)
+    model.set_attn_implementation('sdpa')
     order = torch.randperm(len(layout.ids), generator=torch.Generator().manual_seed(0))
     pad = torch.randint(len(layout.ids), (len(layout.ids), 17)) + 5    # rubbish, if anybody looked
     beyond = torch.arange(layout.ids.shape[1]) >= layout.lengths[:, None]
@@ -176,17 +150,12 @@ def test_padding_order_and_company_change_no_logp(base, groups, attention):
         whole = token_logps(model, layout.ids, layout.trained)
         shuffled = token_logps(model, layout.ids[order], layout.trained[order])
         padded = token_logps(model, torch.cat([dirty, pad], 1), torch.nn.functional.pad(layout.trained, (0, 17)))
-        alone = [
-            token_logps(model, layout.ids[i:i + 1, :n], layout.trained[i:i + 1, :n])[0]
-            for i, n in enumerate(layout.lengths.tolist())
-        ]
+        alone = [token_logps(model, layout.ids[i:i + 1, :n], layout.trained[i:i + 1, :n])[0]
+                 for i, n in enumerate(layout.lengths.tolist())]
     same_logps(shuffled, whole[order])
     same_logps(padded[:, :-17], whole)
-    for i, row in enumerate(alone):
-        same_logps(row, whole[i, :len(row)])
+    for row, of_all in zip(alone, whole): same_logps(row, of_all[:len(row)])
 
-
-# ---- observations are read, and are no targets ----
 
 @pytest.mark.parametrize('kind', ['ppo', 'gspo'])
 def test_no_gradient_starts_at_an_observation(base, groups, kind):
@@ -208,8 +177,6 @@ def test_no_gradient_starts_at_an_observation(base, groups, kind):
     size = hidden.grad.norm(dim=-1)
     assert (size[~predicts] == 0).all() and (size[predicts] > 0).float().mean() > .9
 
-
-# ---- every id is prompt, action or observation ----
 
 @st.composite
 def random_groups(draw):
@@ -245,13 +212,12 @@ def spelled(t):
     return [row for row in rows if any(what == 'action' for _, what, _, _ in row)]
 
 
-@settings(deadline=None, max_examples=60)
 @given(random_groups())
 def test_each_id_is_prompt_action_or_observation(groups):
     layout, flat = pack(groups), trajectories(groups)
     rows = [(i, row) for i, t in enumerate(flat) for row in spelled(t)]
-    assert layout.row_trajectory.tolist() == [i for i, _ in rows
-                                              ] and layout.lengths.tolist() == [len(row) for _, row in rows]
+    assert layout.row_trajectory.tolist() == [i for i, _ in rows]
+    assert layout.lengths.tolist() == [len(row) for _, row in rows]
     for r, (_, row) in enumerate(rows):
         n = len(row)
         ids, what, turns, logps = zip(*row)
@@ -260,36 +226,23 @@ def test_each_id_is_prompt_action_or_observation(groups):
         assert layout.trained[r, :n].tolist() == [w == 'action' for w in what]
         assert layout.logps[r, :n].tolist() == list(logps)
     for i, t in enumerate(flat):
-        of = layout.row_trajectory == i
-        for k, turn in enumerate(t.turns):
-            assert sorted(layout.ids[of][layout.token_turns[of] == k].tolist()) == sorted(turn.action_ids)
         assert layout.turn_mask[i].tolist() == [k < len(t.turns) for k in range(layout.turn_mask.shape[1])]
-    kinds = [what for _, row in rows for _, what, _, _ in row]
-    assert kinds.count('action') == layout.trained.sum() and len(kinds) == layout.lengths.sum()
 
 
-@settings(deadline=None, max_examples=60)
 @given(random_groups())
 def test_states_end_where_the_next_turn_has_not_begun(groups):
     "State k ends with the id before turn k's first action, in the row where turn k acted."
     layout, flat = pack(groups), trajectories(groups)
     for i, t in enumerate(flat):
-        for k in range(len(t.turns) + 1):
-            row, position = layout.states[i, k].tolist()
-            assert layout.row_trajectory[row] == i
-            before = t.turns[k - 1] if k else None
-            last = layout.ids[row, position].item()
-            if before is None:
-                edited = t.turns[0].context_ids
-                assert last == (edited or t.prompt_ids)[-1]
-            else:
-                assert last == (before.observation_ids or before.action_ids)[-1]
+        ends = [(t.turns[0].context_ids or t.prompt_ids)[-1]]
+        ends += [(turn.observation_ids or turn.action_ids)[-1] for turn in t.turns]
+        for end, (row, position) in zip(ends, layout.states[i].tolist()):
+            assert layout.row_trajectory[row] == i and layout.ids[row, position] == end
         assert (layout.states[i, len(t.turns) + 1:] == -1).all()
         row, position = layout.states[i, len(t.turns)].tolist()
         assert position == layout.lengths[row] - 1                     # by length; the sum of a mask is no position
 
 
-@settings(deadline=None, max_examples=60)
 @given(random_groups(), st.randoms(use_true_random=False))
 def test_taking_some_keeps_everything_about_them(groups, rng):
     layout = pack(groups)
@@ -307,31 +260,24 @@ def test_taking_some_keeps_everything_about_them(groups, rng):
     assert part.trained.sum() == sum((layout.trained[layout.row_trajectory == i]).sum() for i in some)
 
 
-# ---- weights ----
-
-@settings(deadline=None, max_examples=60)
 @given(random_groups(), st.integers(1, 40), st.integers(1, 3), st.sampled_from(AVERAGES))
 def test_micro_batches_and_ranks_add_up(groups, budget, ranks, average):
     "Each trajectory is computed once, all ranks run equally many forwards, and the parts sum to the whole."
     layout = pack(groups)
     weights = loss_weights(layout.token_turns, layout.row_trajectory, average)
     terms = torch.randn(layout.ids.shape, generator=torch.Generator().manual_seed(budget))
-    sizes = [
-        int(layout.lengths[layout.row_trajectory == i].max()) * int((layout.row_trajectory == i).sum())
-        for i in range(len(layout.groups))
-    ]
+    rows = [layout.row_trajectory == i for i in range(len(layout.groups))]
+    sizes = [int(layout.lengths[of].max()) * int(of.sum()) for of in rows]
     shares = deal(sizes, budget, ranks)
     assert sorted(i for parts in shares for part in parts for i in part) == list(range(len(sizes)))
     assert len({len(parts) for parts in shares}) == 1 and len(shares) == ranks
     total = 0.
     for part in (part for parts in shares for part in parts if part):
         assert len(part) == 1 or len(part) * max(sizes[i] for i in part) <= budget
-        rows = torch.isin(layout.row_trajectory, torch.tensor(part))
-        total += (weights[rows] * terms[rows]).sum().item()
+        of = torch.isin(layout.row_trajectory, torch.tensor(part))
+        total += (weights[of] * terms[of]).sum().item()
     assert total == pytest.approx((weights * terms).sum().item(), rel=1e-4, abs=1e-5)
 
-
-# ---- traps ----
 
 def sharp_model(vocabulary): return small_qwen(vocabulary, max_position_embeddings=512, initializer_range=.1)
 
@@ -346,15 +292,13 @@ def merging_tokenizer():
     "Bytes, and a token for each pair of letters: what a model says letter by letter would be encoded otherwise."
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
-    plain = byte_tokenizer()
-    letters = 'abcdefghijklmnopqrstuvwxyz'
-    pairs = [(a, b) for a in letters for b in letters]
+    pairs = [(a, b) for a in string.ascii_lowercase for b in string.ascii_lowercase]
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {c: i for i, c in enumerate([*alphabet, *(a + b for a, b in pairs)])}
     core = Tokenizer(models.BPE(vocab=vocabulary, merges=pairs))
     core.pre_tokenizer, core.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     return PreTrainedTokenizerFast(tokenizer_object=core, eos_token='<|im_end|>', pad_token='<|endoftext|>',
-                                   additional_special_tokens=['<|im_start|>'], chat_template=plain.chat_template)
+                                   additional_special_tokens=['<|im_start|>'], chat_template=CHATML)
 
 
 def test_sampled_ids_are_kept_where_encoding_their_text_would_give_others():
@@ -364,15 +308,12 @@ def test_sampled_ids_are_kept_where_encoding_their_text_would_give_others():
                       max_tokens=400)
     groups = rollout(HFEngine(model, tokenizer), env, [Question('q', 'who?', ['x'])], 4, SamplingParams(max_tokens=40),
                      seed=1)
-    drifted, layout = 0, pack(groups)
+    layout, again = pack(groups), lambda ids: tokenizer(tokenizer.decode(ids), add_special_tokens=False).input_ids
     for i, t in enumerate(trajectories(groups)):
         ids, own = spread(t)
         assert layout.ids[i, :len(ids)].tolist() == ids.tolist()
-        drifted += sum(
-            tokenizer(tokenizer.decode(turn.action_ids), add_special_tokens=False).input_ids != list(turn.action_ids)
-            for turn in t.turns)
         same_logps(plain(model, t), recorded(t))   # later turns were sampled after those ids, not after their text's
-    assert drifted > 4
+    assert sum(again(ids) != list(ids) for t in trajectories(groups) for ids in said(t)) > 4
     same_logps(Learner(model).evaluate(layout).logp, layout.logps)
 
 
@@ -385,35 +326,6 @@ def test_the_prompts_example_is_no_answer():
     groups = rollout(silent, env, [Question('q', 'Capital of China?', ['Beijing'])], 2)
     assert all(t.answer is None and t.stop is Stop.TURN_CAP for t in trajectories(groups))
     assert outcome_rewards(groups).tolist() == [0, 0]
-
-
-@pytest.mark.parametrize('words', [tiny_tokenizer, byte_tokenizer, merging_tokenizer])
-def test_what_was_cut_off_shows_nothing(words):
-    """An observation that does not fit ends where its ids do, after a whole word. A gold behind the cut was never on
-    the model's screen, so t* does not find it (TSPO section 3.2), and no rule pays for it."""
-    class Page:
-        def search(self, queries, k): return [[Passage('0', '', PAGE)] for _ in queries]
-    gold, rest = WORDS[7], WORDS[8]
-    PAGE = f'{WORDS[0]} is {WORDS[1]} of {gold} . {rest} is {WORDS[2]}'
-    chat, question = Chat(PROTOCOLS['tiny'], words()), Question('q', WORDS[0], [gold])
-    call = f'<think> {WORDS[0]} </think> <tool_call> {WORDS[0]} </tool_call>'
-    tool = SearchTool(Page(), k=1, max_tokens=None, render=render_plain)
-    least = len(chat.prompt_ids(question.text)) + len(chat.encode(call))
-
-    def seen(room):
-        env = Environment(chat, tool, max_turns=2, max_tokens=least + room)
-        groups = rollout(ScriptedEngine(lambda text, rng: call, chat.tokenizer), env, [question])
-        return groups, groups[0].trajectories[0].turns[0]
-    whole = len(chat.observation_ids(PAGE))
-    found = {}
-    for room in range(2, whole + 2):
-        groups, turn = seen(room)
-        held, text = chat.tokenizer.decode(turn.observation_ids), turn.observation_text
-        assert PAGE.startswith(text) and text in held and (text in ('', PAGE) or PAGE[len(text)] == ' ')
-        found[room] = first_turns(groups).tolist() == [0]
-        assert found[room] == (gold in text) and (rule_turn_rewards(groups)[0, 0] > .2) == found[room]
-        if not found[room]: assert f' {gold} ' not in held
-    assert not found[2] and found[whole + 1] and sorted(found.values()) == list(found.values())
 
 
 def test_an_observation_is_no_answer():
@@ -438,7 +350,7 @@ def test_stop_strings_do_not_begin_in_the_prompt():
     assert engine.generate([prompt], SamplingParams(max_tokens=6, stop=(first,))).ids[0] == free[:1]
 
 
-@pytest.mark.parametrize('words', ['</é>', '<é', '结'])
+@pytest.mark.parametrize('words', ['</é>', '结'])
 def test_a_stop_string_may_take_more_tokens_than_letters(words):
     "Each byte is a token. The model's layers add nothing, so a token's own vector names the next one."
     tokenizer = byte_tokenizer()
@@ -455,23 +367,15 @@ def test_a_stop_string_may_take_more_tokens_than_letters(words):
     assert said.ids[0] == stop[:-1]
 
 
-@pytest.mark.parametrize(
-    'name',
-    [
-        n
-        for n, m in METHODS.items()
-        if m.rule.compares and not m.needs.forwards and n not in ('mt-grpo*', 'mt-grpo', 'prs', 'prs+vspo', 'igpo-f1')
-    ],
-)
-@pytest.mark.parametrize(
-    'answers', [('right', 'right', 'right'), ('wrong', 'wrong', 'wrong')], ids=['all right', 'all wrong']
-)
-def test_groups_without_a_difference_get_exactly_nothing(name, answers):
+def test_groups_without_a_difference_get_exactly_nothing():
     "Zero variance is seen by the spread: three equal rewards, 0 or 1, give advantages that are exactly 0."
     chat = Chat(PROTOCOLS['tiny'], byte_tokenizer())
     env = Environment(chat, SearchTool(Nothing(), k=1, max_tokens=9))
-    said = iter(answers)
-    groups = rollout(ScriptedEngine(lambda text, rng: f'<answer> {next(said)} </answer>', chat.tokenizer), env,
-                     [Question('q', '?', ['right'])], 3)
-    batch = assign(METHODS[name], groups, look=lambda layout, asks: None)
-    assert batch.empty or (batch.credit.advantages == 0).all()
+    for answer in ('right', 'wrong'):
+        engine = ScriptedEngine(lambda text, rng: f'<answer> {answer} </answer>', chat.tokenizer)
+        groups = rollout(engine, env, [Question('q', '?', ['right'])], 3)
+        for name, m in METHODS.items():
+            if not m.rule.compares or m.needs.forwards or name in ('mt-grpo*', 'mt-grpo', 'prs', 'prs+vspo', 'igpo-f1'):
+                continue
+            batch = assign(m, groups, look=lambda layout, asks: None)
+            assert batch.empty or (batch.credit.advantages == 0).all(), (name, answer)

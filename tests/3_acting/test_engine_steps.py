@@ -71,8 +71,7 @@ def test_a_step_reads_shared_keys_where_they_lie(attentions, device):
         assert not how.get('enable_gqa')
 
 
-@pytest.mark.parametrize('kind', [*KINDS])
-@pytest.mark.parametrize('heads', [2, 6])
+@pytest.mark.parametrize('kind, heads', [('qwen2', 2), ('qwen3', 6), ('llama', 2)])
 def test_what_is_sampled_is_what_a_plain_forward_says(attentions, kind, heads):
     "Rows of different lengths, read in two turns; the first reading has no mask."
     model = made(kind, num_key_value_heads=heads)
@@ -86,8 +85,6 @@ def test_what_is_sampled_is_what_a_plain_forward_says(attentions, kind, heads):
         for prompt, ids, logps in zip(before, out.ids, out.logps):
             torch.testing.assert_close(torch.tensor(logps), plain_logps(model, prompt, ids), atol=1e-5, rtol=1e-5)
 
-
-# ---- the step at few shapes, captured ----
 
 class Recording(TorchDispatchMode):
     """What a CUDA graph is on a GPU: all that is computed inside, at the addresses that it was computed at. `replay`
@@ -160,31 +157,13 @@ def assert_same_talks(a, b):
         for (_, x), (_, y) in zip(a[key], b[key]): torch.testing.assert_close(x, y, atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize('attention', ['sdpa', 'eager'])
-def test_fixed_shapes_change_no_number(attention):
-    fixed, plain = (talk(engine)[0] for engine in engines(made(attention=attention)))
-    assert_same_talks(fixed, plain)
-
-
-@pytest.mark.parametrize('kind', [*KINDS])
+@pytest.mark.parametrize('kind', ['qwen2', 'llama'])
 def test_captured_steps_change_no_number(recorded, kind):
     "Rows come and go, a cache grows: replays are of what stands in the tensors now, and most steps are replays."
     fixed, plain = (talk(engine) for engine in engines(made(kind)))
     assert_same_talks(fixed[0], plain[0])
     assert fixed[1].captures == len(recorded) > 3 and fixed[1].forwards > 4 * len(recorded)
     assert plain[1].captures == 0
-
-
-def test_company_changes_no_sample_of_captured_steps(recorded):
-    "A trajectory's ids depend on its seed, whoever shares the batch and however many rows are padded."
-    engine, texts = engines(made(), max_rows=40)[0], prompts(*range(5, 30))
-    how = SamplingParams(max_tokens=70)
-    together = engine.generate(texts, how, seeds=range(100, 125))
-    for i in (0, 7, 24):
-        alone = engine.generate([texts[i]], how, seeds=[100 + i])
-        assert alone.ids[0] == together.ids[i]
-        torch.testing.assert_close(torch.tensor(alone.logps[0]), torch.tensor(together.logps[i]), atol=1e-5, rtol=0)
-    assert recorded
 
 
 def test_captures_are_dropped_where_weights_moved(recorded):
@@ -204,13 +183,13 @@ def test_captures_are_dropped_where_weights_moved(recorded):
     assert said['at first'] == said['elsewhere'] != said['in place'] and stream.captures == len(recorded) == 2
 
 
-@pytest.mark.parametrize('kind', [*KINDS])
-def test_a_step_never_asks_what_it_computed(kind):
+def test_a_step_never_asks_what_it_computed():
     "On a device without data every question to it is an error, as it is while a graph is captured."
-    batch = own._RowBatch(made(kind).to('meta'), torch.device('meta'), most=(8, 64))
-    batch.ids, batch.have = (torch.zeros(*shape, dtype=torch.long, device='meta') for shape in ((8, 64), (8,)))
-    batch.cache.reserve(8, 64)
-    assert batch.steps(batch, live=5, length=30).shape == (5, len(TOKENIZER)) and batch.steps.seen == {(8, 64)}
+    for kind in KINDS:
+        batch = own._RowBatch(made(kind).to('meta'), torch.device('meta'), most=(8, 64))
+        batch.ids, batch.have = (torch.zeros(*shape, dtype=torch.long, device='meta') for shape in ((8, 64), (8,)))
+        batch.cache.reserve(8, 64)
+        assert batch.steps(batch, live=5, length=30).shape == (5, len(TOKENIZER)) and batch.steps.seen == {(8, 64)}
 
 
 class Questions(TorchDispatchMode):
@@ -245,11 +224,9 @@ def test_what_cannot_be_captured_says_why(monkeypatch):
         def __init__(self, graph, pool, capture_error_mode): assert capture_error_mode == 'thread_local'
         def __enter__(self): pass
         def __exit__(self, *error): raise RuntimeError('capture invalidated')
-    monkeypatch.setattr(torch.cuda, 'CUDAGraph', object)
-    monkeypatch.setattr(torch.cuda, 'graph', Broken)
+    for name, stub in (('CUDAGraph', object), ('graph', Broken)): monkeypatch.setattr(torch.cuda, name, stub)
     def run(): raise ValueError('no .item() here')
-    with pytest.raises(RuntimeError, match=r'fixed_shapes'):
-        own._capture(run, None)
+    with pytest.raises(RuntimeError, match='fixed_shapes'): own._capture(run, None)
 
 
 def test_fixed_shapes_are_for_a_gpu_and_for_models_that_launch_the_same_each_time():

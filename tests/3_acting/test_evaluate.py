@@ -16,7 +16,7 @@ from credit_rl import evaluate as evaluation
 from credit_rl.benchmarks import BENCHMARKS
 from credit_rl.datasets import MIXTURES, load_corpus, load_questions
 from credit_rl.engine import ScriptedEngine
-from credit_rl.evaluate import (_intervals, bootstrap_interval, compare_rows, evaluation_figure, evaluation_table,
+from credit_rl.evaluate import (_intervals, compare_rows, evaluation_figure, evaluation_table,
                                 main, manifest_differences, NEAR, read_manifest, read_scores, replay_evaluation,
                                 run_evaluation, set_names, Evaluation)
 from credit_rl.parameters import from_settings
@@ -73,29 +73,25 @@ def quiet(settings, **rest):
 def check_nine(run, asked, loaded):
     "What must be true of a random model's evaluation of all sets; `loaded` gives the questions of a set."
     scores = read_scores(run)
-    assert list(scores) == COMMON and len(scores) == 9 and json.loads(
-        (run / 'summary.json').read_text()) == scores
+    assert list(scores) == COMMON and len(scores) == 9 and json.loads((run / 'summary.json').read_text()) == scores
     for name, s in scores.items():
-        folder, rows = run / name, read_turns(run / name)
-        manifest, questions = read_manifest(folder), {q.id: q for q in loaded(name)}
+        manifest, rows, questions = read_manifest(run / name), read_turns(run / name), {q.id: q for q in loaded(name)}
         assert len(rows) == s['questions'] == manifest['questions']['asked'] == min(asked, len(questions))
-        assert [r['id']
-                for r in rows] == manifest['questions']['ids'] and manifest['questions']['loaded'] == len(questions)
+        assert [r['id'] for r in rows] == manifest['questions']['ids']
+        assert manifest['questions']['loaded'] == len(questions)
         assert s['metric'] == ('numeric' if name in ('gsm8k', 'finqa') else 'em') and 0 <= s['score'] <= .5
         for r in rows:
             t, q = trajectory_from_json(r['trajectory']), questions[r['id']]
             assert (r['question'], tuple(r['golds']), t.question.text) == (q.text, q.answers, q.text)
-            assert r['turns'] == len(t.turns) <= QUICK['max_turns'] and r['tokens'] == sum(
-                len(turn.action_ids) for turn in t.turns)
-            assert (r['prediction'] is not None) == (t.stop
-                                                     is Stop.ANSWER) and (r['prediction'] or
-                                                                          r['em'] == r['f1'] == r['cover_em'] == 0)
+            assert r['turns'] == len(t.turns) <= QUICK['max_turns']
+            assert r['tokens'] == sum(len(turn.action_ids) for turn in t.turns)
+            assert (r['prediction'] is not None) == (t.stop is Stop.ANSWER)
+            assert r['prediction'] or r['em'] == r['f1'] == r['cover_em'] == 0
         assert (manifest['corpus'] is not None) == (manifest['retriever'] is not None) == (name in SEVEN)
         if name in SEVEN:
             assert re.fullmatch('[0-9a-f]{32}', manifest['corpus']['hash']) and manifest['corpus']['passages'] >= 4
-            assert manifest['retriever'] == {
-                'name': 'BM25', 'k1': .9, 'b': .4, 'variant': 'lucene', 'top_k': 2, 'passage_tokens': None
-            }
+            assert manifest['retriever'] == {'name': 'BM25', 'k1': .9, 'b': .4, 'variant': 'lucene', 'top_k': 2,
+                                             'passage_tokens': None}
             assert 'call a search engine' in manifest['prompt']
         else:
             assert 'search' not in manifest['prompt'] and manifest['protocol']['name'] == 'direct'
@@ -107,68 +103,44 @@ def check_finqa(run, tokenizer):
     for r in read_turns(run / 'finqa'):
         prompt = tokenizer.decode(r['trajectory']['prompt_ids'])
         table = [line for line in r['question'].splitlines() if ' | ' in line]
-        assert table and all(
-            line in prompt
-            for line in table) and r['question'].strip() in prompt and prompt.rindex('Question: ') > prompt.rindex(
-                table[-1])
+        assert table and all(line in prompt for line in table) and r['question'].strip() in prompt
+        assert prompt.rindex('Question: ') > prompt.rindex(table[-1])
 
 
 def test_nine_sets_of_our_own_by_one_command(model, corpus, tmp_path, capsys):
-    given = {
-        **QUICK, 'model': model, 'data': 'all', 'path': FILES, 'corpus': dict.fromkeys(BARE, corpus), 'run':
-        str(tmp_path / 'run'), 'questions': 2
-    }
+    given = {**QUICK, 'model': model, 'data': 'all', 'path': FILES, 'corpus': dict.fromkeys(BARE, corpus),
+             'run': str(tmp_path / 'run'), 'questions': 2}
     main([f'{k}={json.dumps(v)}' for k, v in given.items()])
     scores = check_nine(tmp_path / 'run', 2, lambda name: load_questions(name, FILES[name]))
     check_finqa(tmp_path / 'run', evaluation.load_tokenizer(model))
     said = capsys.readouterr().out
     assert all(f'{name}: ' in said for name in COMMON) and '95 %' in said and 'mean' in said
-    table = evaluation_table(tmp_path / 'run')
-    assert table.index.tolist() == [*COMMON, 'mean'] and table.loc['mean', 'score'] == pytest.approx(
-        sum(s['score'] for s in scores.values()) / 9, abs=1e-3)
-    assert {n for n, _ in evaluation_table(tmp_path / 'run', by_hops=True).index
-            } == {'hotpotqa', '2wikimultihopqa', 'musique', 'bamboogle'}
+    table, hops = (evaluation_table(tmp_path / 'run', by_hops=by_hops) for by_hops in (False, True))
+    assert table.index.tolist() == [*COMMON, 'mean']
+    assert table.loc['mean', 'score'] == pytest.approx(sum(s['score'] for s in scores.values()) / 9, abs=1e-3)
+    assert {n for n, _ in hops.index} == {'hotpotqa', '2wikimultihopqa', 'musique', 'bamboogle'}
     (ax,) = evaluation_figure(tmp_path / 'run').axes
     assert [label.get_text().split()[0] for label in ax.get_yticklabels()] == COMMON[::-1]
 
 
 @pytest.mark.long
-@pytest.mark.nightly
-def test_nine_real_slices_by_one_command(model, data, tmp_path):
-    given = {**QUICK, 'model': model, 'data': 'all', 'path': str(data), 'run': str(tmp_path / 'run'), 'questions': 2}
-    main([f'{k}={json.dumps(v)}' for k, v in given.items()])
-    scores = check_nine(tmp_path / 'run', 2,
-                        lambda name: load_questions(name, data / name, BENCHMARKS[name].eval_split))
-    check_finqa(tmp_path / 'run', evaluation.load_tokenizer(model))
-    assert scores.keys() == set(COMMON)
-    assert read_manifest(tmp_path / 'run' / 'hotpotqa')['corpus']['passages'] == len(
-        json.loads((data / 'hotpotqa' / 'hotpotqa_corpus.json').read_text()))
-
-
-@pytest.mark.long
-def test_names_of_the_hub_by_papermill(model, tmp_path, run_python):
+def test_names_of_the_hub(model, tmp_path, run_python):
     "A model and a data set by name: questions, passages and weights come from a (local) hub."
     pytest.importorskip('datasets')
     files = {p.name: p.read_bytes() for p in Path(model).iterdir()}
     repository, _, commit = BENCHMARKS['hotpotqa'].hub
-    with Hub({'us/random': ('1' * 40, files), repository: (commit, hub_files('hotpotqa',
-                                                                             {'dev': 'validation'}))}) as hub:
-        env = {
-            'HF_HOME': str(tmp_path / 'home'), 'HF_ENDPOINT': hub.url, 'HF_HUB_OFFLINE': '0', 'NO_PROXY': '127.0.0.1',
-            'CUDA_VISIBLE_DEVICES': ''
-        }
-        run_python('-m', 'papermill', DATA.parent / 'nbs' / '91_evaluate.ipynb', tmp_path / 'out.ipynb', '-p', 'model',
-                   'us/random', '-p', 'data', 'hotpotqa', '-p', 'turn_tokens', '6', '-p', 'run', tmp_path / 'run',
-                   env=env, cwd=tmp_path)
+    rows = hub_files('hotpotqa', {'dev': 'validation'})
+    with Hub({'us/random': ('1' * 40, files), repository: (commit, rows)}) as hub:
+        env = {'HF_HOME': str(tmp_path / 'home'), 'HF_ENDPOINT': hub.url, 'HF_HUB_OFFLINE': '0', 'NO_PROXY': '127.0.0.1',
+               'CUDA_VISIBLE_DEVICES': ''}
+        run_python('-m', 'credit_rl.evaluate', 'model=us/random', 'data=hotpotqa', 'turn_tokens=6',
+                   f'run={tmp_path / "run"}', env={**env, 'PYTHONPATH': str(DATA.parent)}, cwd=tmp_path)
     manifest = read_manifest(tmp_path / 'run' / 'hotpotqa')
-    assert manifest['questions']['revision'] == f'{repository}@distractor@{commit}' and manifest['questions'][
-        'asked'] == 6
-    assert manifest['corpus']['passages'] == len(load_corpus('hotpotqa',
-                                                             SAMPLE)) and manifest['model']['name'] == 'us/random'
-    assert manifest['model']['files'] == model_hashes(model) and read_scores(tmp_path / 'run')['hotpotqa']['em'] <= .5
+    asked, used = manifest['questions'], manifest['model']
+    assert asked['revision'] == f'{repository}@distractor@{commit}' and asked['asked'] == 6
+    assert manifest['corpus']['passages'] == len(load_corpus('hotpotqa', SAMPLE)) and used['name'] == 'us/random'
+    assert used['files'] == model_hashes(model) and read_scores(tmp_path / 'run')['hotpotqa']['em'] <= .5
 
-
-# ---- a player whose score is known ----
 
 def researcher(questions):
     "A player that searches its question and answers with a gold if one passage that came back holds it."
@@ -179,170 +151,72 @@ def researcher(questions):
         if '<tool_response>\nDoc 1' not in text:
             return f'<tool_call> {json.dumps({"name": "search", "arguments": {"query_list": [question]}})} </tool_call>'
         seen = text.rsplit('<tool_response>\n', 1)[1].rsplit('\n</tool_response>', 1)[0]
-        pages = re.split(r'^Doc \d+ \(Title: ', seen, flags=re.M)[1:]
-        return (f'<answer> {next((g for g in golds[question] if any(cover_match(p, [g]) for p in pages)), "unknown")} '
-                '</answer>')
+        return f'<answer> {next((g for g in golds[question] if cover_match(seen, [g])), "unknown")} </answer>'
     return act
-
-
-def research(settings, k, model):
-    "Let the researcher play the seven sets by one call. Returns the run folder."
-    questions = [q for name in SEVEN for q in load_questions(name, settings['path'][name], BENCHMARKS[name].eval_split)]
-    golds = {}
-    # it knows questions by their text
-    assert all(golds.setdefault(q.text.strip(), q.answers) == q.answers for q in questions)
-    engine = ScriptedEngine(researcher(questions), evaluation.load_tokenizer(model), max_length=10 ** 6)
-    return quiet({**settings, 'model': 'researcher', 'data': list(SEVEN), 'passages': k, 'max_tokens': 10 ** 6},
-                 engine=engine)
-
-
-def check_researcher(folder, corpus_at, k):
-    "Its exact match is the share of questions with a gold among the top passages; returns who had one."
-    rows = [r for r in read_turns(folder) if not {normalize(g) for g in r['golds']} & {'yes', 'no'}]
-    search = BM25(load_corpus(folder.name, corpus_at))
-    hits = [
-        any(cover_match(f'{p.title} {p.text}', r['golds'])
-            for p in found)
-        for r, found in zip(rows, search.search([r['question'] for r in rows], k))
-    ]
-    assert sum(r['em'] for r in rows) / len(rows) == sum(hits) / len(hits) and [r['em'] == 1 for r in rows] == hits
-    assert all(r['answer_rate'] == 1 and r['turns'] == 2 and r['calls'] == 1 for r in rows)
-    assert read_manifest(folder)['corpus']['hash'] == search.corpus
-    return hits
-
-
-def test_a_researcher_on_rows_of_our_own(model, corpus, tmp_path):
-    hits = {}
-    for k in (1, 3):
-        run = research({'path': FILES, 'corpus': dict.fromkeys(BARE, corpus), 'run': str(tmp_path / str(k))}, k, model)
-        hits[k] = [
-            hit for name in SEVEN for hit in check_researcher(run / name, corpus if name in BARE else FILES[name], k)
-        ]
-    assert sum(hits[1]) < sum(hits[3]) < len(hits[3])  # neither nobody nor everybody: the test could fail
 
 
 # ---- the same again, and what a replay notices ----
 
 @pytest.fixture(scope='module')
 def played(model, tmp_path_factory):
-    "A folder of its own files, the settings of an evaluation on them, and its run: (settings, run folder)."
-    here = tmp_path_factory.mktemp('played')
-    shutil.copytree(model, here / 'model')
-    shutil.copy(SAMPLE, here / 'sample.json')
-    settings = {
-        **QUICK, 'model': str(here / 'model'), 'data': 'hotpotqa', 'path': str(here / 'sample.json'), 'run':
-        str(here / 'run')
-    }
+    "The settings of an evaluation on the sample, and its run: (settings, run folder)."
+    settings = {**QUICK, 'model': model, 'data': 'hotpotqa', 'path': str(SAMPLE),
+                'run': str(tmp_path_factory.mktemp('played') / 'run')}
     return settings, quiet(settings)
 
 
-def test_two_evaluations_of_one_manifest_are_identical(played, tmp_path):
-    settings, run = played
-    again = quiet({**settings, 'run': str(tmp_path / 'again')})
-    for name in ('turns.jsonl.gz', 'scores.json'):
-        assert (again / 'hotpotqa' / name).read_bytes() == (run / 'hotpotqa' / name).read_bytes()
-    assert not manifest_differences(read_manifest(run / 'hotpotqa'), read_manifest(again / 'hotpotqa'), ignore=())
-    said = []
-    (result,) = replay_evaluation(run, say=said.append, progress=False).values()
-    assert result.same and result.questions == 6 and said == ['hotpotqa: nothing differs; 6 questions']
-
-
-@pytest.fixture
-def copy(played, tmp_path):
-    "A copy of the model and the file, and how a replay on them sees it: function(**other changes) -> ReplayResult."
-    settings, run = played
-    shutil.copytree(settings['model'], tmp_path / 'model')
-    shutil.copy(settings['path'], tmp_path / 'sample.json')
-
-    def look(**changes):
-        (result, ) = replay_evaluation(
-            run, changes={'model': str(tmp_path / 'model'), 'path': str(tmp_path / 'sample.json'), **changes},
-            say=lambda line: None, progress=False).values()
-        return result
-    look.folder = tmp_path
-    return look
-
-
-def parts(result):
+def parts(lines):
     "Which inputs differ, by the name before the colon."
-    return {line.split(':')[0] for line in result.inputs}
+    return {line.split(':')[0] for line in lines}
 
 
-def edit(path, change):
-    "Change the JSON values in a file."
-    values = json.loads(path.read_text())
-    change(values)
-    path.write_text(json.dumps(values))
-
-
-def test_replay_names_a_changed_row(copy):
-    def change(rows):
-        rows[2]['question'] += ' Say so.'
-        rows[3]['answer'] = 'Orvane'
-    edit(copy.folder / 'sample.json', change)
-    result = copy()
-    assert parts(result) == {
-        'questions.loaded_hash', 'questions.asked_hash', "question 'sample-2'", "question 'sample-3'"
-    }
-    assert any('its text' in line for line in result.inputs) and any('its golds' in line for line in result.inputs)
+def test_replay_names_a_changed_row(played, tmp_path):
+    "Of a copy of the file: another question, and another gold."
+    rows = json.loads(SAMPLE.read_text())
+    rows[2]['question'] += ' Say so.'
+    rows[3]['answer'] = 'Orvane'
+    (tmp_path / 'sample.json').write_text(json.dumps(rows))
+    moved = {'path': str(tmp_path / 'sample.json')}
+    (result,) = replay_evaluation(played[1], changes=moved, say=lambda line: None, progress=False).values()
+    assert parts(result.inputs) == {'questions.loaded_hash', 'questions.asked_hash', "question 'sample-2'",
+                                    "question 'sample-3'"}
+    assert any('its golds' in line for line in result.inputs)
     assert result.rows == ("row 'sample-2': another prompt",)               # golds are not shown to the player
 
 
-def test_replay_names_a_changed_prompt(copy, monkeypatch):
-    from dataclasses import replace
+def test_a_manifest_names_changed_settings(played, monkeypatch):
+    def manifest(**changes):
+        s = from_settings(Evaluation, {**played[0], **changes})
+        return evaluation._plan_evaluation(s, 'hotpotqa', evaluation._LazyModel(s)).manifest
+    before = manifest()
+    for changes, named in (({'greedy': False}, {'decoding.greedy'}), ({'passages': 3}, {'retriever.top_k'}),
+                           ({'turn_tokens': 5}, {'decoding.max_tokens', 'limits.turn_tokens'}), ({'seed': 1}, {'seed'}),
+                           ({'batch': 3}, {'machine.batch'}), ({'max_turns': 1}, {'limits.max_turns'}),
+                           ({'malformed': 'end'}, {'malformed'}),
+                           ({'answer_stop': 'last'}, {'decoding.stop', 'protocol.answer_stop'}),
+                           ({'prompt_tokens': 9000, 'response_tokens': 900},
+                            {'limits.prompt_tokens', 'limits.response_tokens'})):
+        assert parts(manifest_differences(before, manifest(**changes), ignore=())) == named, changes
     plain = PROTOCOLS['tspo']
-    monkeypatch.setitem(PROTOCOLS, 'tspo', replace(plain, user='Be brief. ' + plain.user))
-    result = copy()
-    assert parts(result) == {'prompt', 'prompt_hash', 'protocol.user'}
-    assert len(result.rows) == 6 and all('another prompt' in line for line in result.rows)
-
-
-def test_replay_names_changed_weights(copy):
-    from transformers import AutoModelForCausalLM
-    model = AutoModelForCausalLM.from_pretrained(copy.folder / 'model')
-    with torch.no_grad():
-        model.get_output_embeddings().weight.mul_(-1)
-    model.save_pretrained(copy.folder / 'model')
-    result = copy()
-    assert {'model.hash', 'model.files.model.safetensors'} <= parts(result) and 'tokenizer' not in parts(result)
-    assert result.rows and all('action differs' in line for line in result.rows)
-
-
-@pytest.mark.parametrize(
-    'changes, named',
-    [
-        ({'greedy': False}, {'decoding.greedy'}),
-        ({'turn_tokens': 5}, {'decoding.max_tokens', 'limits.turn_tokens'}),
-        ({'passages': 3}, {'retriever.top_k'}),
-        ({'seed': 1}, {'seed'}),
-        ({'batch': 3}, {'machine.batch'}),
-        ({'max_turns': 1}, {'limits.max_turns'}),
-        ({'malformed': 'end'}, {'malformed'}),
-        ({'answer_stop': 'last'}, {'decoding.stop', 'protocol.answer_stop'}),
-        ({'prompt_tokens': 9000, 'response_tokens': 900}, {'limits.prompt_tokens', 'limits.response_tokens'}),
-    ],
-)
-def test_replay_names_changed_settings(copy, changes, named):
-    assert parts(copy(**changes)) == named
+    monkeypatch.setitem(PROTOCOLS, 'tspo', dataclasses.replace(plain, user='Be brief. ' + plain.user))
+    assert parts(manifest_differences(before, manifest(), ignore=())) == {'prompt', 'prompt_hash', 'protocol.user'}
 
 
 def test_replay_names_another_version_and_other_rows(played, tmp_path):
-    "What was kept is edited here: a package, and one prediction."
-    _, run = played
-    shutil.copytree(run, tmp_path / 'run')
-    folder = tmp_path / 'run' / 'hotpotqa'
-
-    def change(manifest): manifest['versions']['transformers'] = '0.1'
-    edit(folder / 'manifest.json', change)
+    "What was kept is edited here: a package, the weights' hash, and two rows."
+    folder = shutil.copytree(played[1], tmp_path / 'run') / 'hotpotqa'
+    manifest = json.loads((folder / 'manifest.json').read_text())
+    manifest['versions']['transformers'] = '0.1'
+    manifest['model']['files']['model.safetensors'] = '0' * 64
+    (folder / 'manifest.json').write_text(json.dumps(manifest))
     rows = [json.loads(line) for line in gzip.decompress((folder / 'turns.jsonl.gz').read_bytes()).splitlines()]
     rows[4]['prediction'] = 'Paris'
     rows[5]['trajectory']['turns'][0]['action_ids'][0] += 1
     (folder / 'turns.jsonl.gz').write_bytes(gzip.compress(''.join(json.dumps(r) + '\n' for r in rows).encode()))
     (result,) = replay_evaluation(folder, say=lambda line: None, progress=False).values()
-    assert parts(result) == {'versions.transformers'} and len(result.rows) == 2
+    assert parts(result.inputs) == {'versions.transformers', 'model.files.model.safetensors'} and len(result.rows) == 2
     assert "'Paris' before" in result.rows[0] and result.rows[1].startswith("row 'sample-5', turn 0: action differs")
-    with pytest.raises(SystemExit) as stopped:
-        main(['--replay', str(folder)])
+    with pytest.raises(SystemExit) as stopped: main(['--replay', str(folder)])
     assert stopped.value.code == 1
 
 
@@ -357,59 +231,37 @@ def test_what_is_done_is_not_played_again(model, tmp_path, monkeypatch):
         said.append(questions[0].source)
         return real(engine, env, questions, *rest)
     monkeypatch.setattr(evaluation, 'rollout', stops)
-    with pytest.raises(KeyboardInterrupt):
-        quiet(settings)
+    with pytest.raises(KeyboardInterrupt): quiet(settings)
     assert said == ['gsm8k'] and {p.name for p in tmp_path.iterdir()} == {'gsm8k', 'playing'}    # finqa was begun
     monkeypatch.setattr(evaluation, 'rollout', real)
-    before, lines = (tmp_path / 'gsm8k' / 'turns.jsonl.gz').stat().st_mtime_ns, []
+    log, lines = tmp_path / 'gsm8k' / 'turns.jsonl.gz', []
+    before = log.stat().st_mtime_ns
     run_evaluation(settings, say=lines.append, progress=False)
-    assert (tmp_path / 'gsm8k' / 'turns.jsonl.gz'
-            ).stat().st_mtime_ns == before and 'evaluated before' in lines[0] and 'evaluated before' not in lines[1]
+    assert log.stat().st_mtime_ns == before and ['evaluated before' in line for line in lines[:2]] == [True, False]
     assert {p.name for p in tmp_path.iterdir()} == {'gsm8k', 'finqa', 'summary.json'}
     monkeypatch.setattr(evaluation, 'load_model', None)  # all is done: no model is needed
     quiet(settings)
-    with pytest.raises(ValueError, match='evaluation'):
-        quiet({**settings, 'max_turns': 1})
+    with pytest.raises(ValueError, match='evaluation'): quiet({**settings, 'max_turns': 1})
 
 
-EMPTY = 'empty.jsonl'
+BAD = [({'data': 'hotpot'}, "'hotpotqa'"), ({'data': []}, 'data'), ({'path': 'no/such/file.json'}, 'path'),
+       ({'corpus': 'no/corpus'}, 'corpus'), ({'corpus': 'http://127.0.0.1:9'}, 'reached'), ({'path': 'empty.jsonl'}, 'rows'),
+       ({'data': 'nq', 'path': FILES['nq']}, 'passages'), ({'model': 'no/such/folder/here'}, 'folder'),
+       ({'model': 'bare'}, 'weights'), ({'model': None}, 'given'), ({'protocol': 'tspoo'}, "'tspoo'"),
+       ({'context_tokens': 0}, 'context_tokens'), ({'dtype': 'float33'}, 'dtype'), ({'engine': 'gpt'}, 'engine'),
+       ({'questions': 0}, 'at least 1'), ({'temperature': 0.0}, 'temperature'), ({'max_tokens': 200}, 'room'),
+       ({'split': 'tests', 'path': 'folder'}, 'unknown')]
 
 
-@pytest.mark.parametrize(
-    'changes, error, message',
-    [
-        ({'data': 'hotpot'}, ValueError, "'hotpotqa'"),
-        ({'data': []}, ValueError, 'data'),
-        ({'path': 'no/such/file.json'}, FileNotFoundError, 'path'),
-        ({'corpus': 'no/corpus'}, FileNotFoundError, 'corpus'),
-        ({'corpus': 'http://127.0.0.1:9'}, ConnectionError, 'reached'),
-        ({'path': EMPTY}, ValueError, 'rows'),
-        ({'data': 'nq', 'path': FILES['nq']}, ValueError, 'passages'),
-        ({'model': 'no/such/folder/here'}, ValueError, 'folder'),
-        ({'model': 'bare'}, ValueError, 'weights'),
-        ({'model': None}, ValueError, 'given'),
-        ({'protocol': 'tspoo'}, ValueError, "'tspoo'"),
-        ({'context_tokens': 0}, ValueError, 'context_tokens'),
-        ({'dtype': 'float33'}, ValueError, 'dtype must be'),
-        ({'engine': 'gpt'}, ValueError, 'engine'),
-        ({'questions': 0}, ValueError, 'at least 1'),
-        ({'temperature': 0.0}, ValueError, 'temperature'),
-        ({'max_tokens': 200}, ValueError, 'room'),
-        ({'split': 'tests', 'path': 'folder'}, ValueError, 'unknown'),
-    ],
-)
-def test_bad_input_is_refused_before_the_model_is_loaded(model, tmp_path, monkeypatch, changes, error, message):
+@pytest.mark.parametrize('changes, message', BAD)
+def test_bad_input_is_refused_before_the_model_is_loaded(model, tmp_path, monkeypatch, changes, message):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / EMPTY).write_text('')
+    (tmp_path / 'empty.jsonl').write_text('')
     (tmp_path / 'folder').mkdir()
     shutil.copytree(model, tmp_path / 'bare', ignore=shutil.ignore_patterns('*.safetensors'))
-
-    def load(*args): raise AssertionError('the model was loaded')
-    monkeypatch.setattr(evaluation, 'load_model', load)
-    with pytest.raises(error, match=message):
-        quiet({
-            **QUICK, 'model': model, 'data': 'hotpotqa', 'path': str(SAMPLE), 'run': str(tmp_path / 'run'), **changes
-        })
+    monkeypatch.setattr(evaluation, 'load_model', lambda *args: pytest.fail('the model was loaded'))
+    given = {**QUICK, 'model': model, 'data': 'hotpotqa', 'path': str(SAMPLE), 'run': str(tmp_path / 'run'), **changes}
+    with pytest.raises((ValueError, FileNotFoundError, ConnectionError), match=message): quiet(given)
     assert not (tmp_path / 'run').exists()
 
 
@@ -417,19 +269,16 @@ def test_bad_input_is_refused_before_the_model_is_loaded(model, tmp_path, monkey
 
 def test_an_index_a_server_and_files_give_the_same_rows(corpus, tmp_path):
     pytest.importorskip('fastapi', reason='the extra `serve` is not installed')
-    engine = ScriptedEngine(researcher(load_questions('nq', FILES['nq'])), byte_tokenizer(), max_length=10 ** 5)
-    search = BM25(load_corpus('nq', corpus))
+    questions, search = load_questions('nq', FILES['nq']), BM25(load_corpus('nq', corpus))
+    engine = ScriptedEngine(researcher(questions), byte_tokenizer(), max_length=10 ** 5)
+    play = lambda name, given: quiet({'data': 'nq', 'path': FILES['nq'], 'corpus': given, 'run': str(tmp_path / name),
+                                      'model': 'r'}, engine=engine) / 'nq'
     search.save(tmp_path / 'index')
     with SearchServer(search) as server:
-        folders = [
-            quiet({'data': 'nq', 'path': FILES['nq'], 'corpus': given, 'run': str(tmp_path / name), 'model': 'r'},
-                  engine=engine) / 'nq'
-            for name, given in (('file', corpus), ('indexed', str(tmp_path / 'index')), ('served', server.url))
-        ]
         url, kept = server.url, str(tmp_path / 'kept.jsonl')
-        SearchCache(kept, SearchClient(url)).search([q.text.strip() for q in load_questions('nq', FILES['nq'])], 9)
-    folders.append(quiet({'data': 'nq', 'path': FILES['nq'], 'corpus': kept, 'run': str(tmp_path / 'kept'),
-                          'model': 'r'}, engine=engine) / 'nq')               # the server is gone
+        folders = [play('file', corpus), play('indexed', str(tmp_path / 'index')), play('served', url)]
+        SearchCache(kept, SearchClient(url)).search([q.text.strip() for q in questions], 9)
+    folders.append(play('kept', kept))                                                     # the server is gone
     assert len({(f / 'turns.jsonl.gz').read_bytes() for f in folders}) == 1
     file, indexed, served, replayed = map(read_manifest, folders)
     assert replayed['retriever']['name'] == 'SearchCache' and replayed['retriever']['kept'] == kept
@@ -448,7 +297,7 @@ def with_template(model, folder, text=None):
 
 
 def test_a_model_that_gives_nan_is_an_error_that_names_it(model, tmp_path):
-    "One weight is NaN: until it was refused, such a model was reported with EM 0.0."
+    "One weight is NaN: such a model must not be reported with EM 0.0."
     from safetensors.torch import load_file, save_file
     broken = tmp_path / 'broken'
     shutil.copytree(model, broken)
@@ -457,7 +306,7 @@ def test_a_model_that_gives_nan_is_an_error_that_names_it(model, tmp_path):
     next(w for n, w in weights.items() if n.endswith('norm.weight'))[0] = float('nan')
     save_file(weights, path, {'format': 'pt'})
     for name, more in (('greedy', {}), ('sampled', {'greedy': False, 'temperature': 1.})):
-        with pytest.raises(ValueError, match=f"the model '{broken}' gives probabilities that are no numbers"):
+        with pytest.raises(ValueError, match=f"'{broken}' gives probabilities"):
             quiet({**QUICK, 'data': 'gsm8k', 'path': FILES['gsm8k'], 'protocol': 'direct', 'model': str(broken),
                    'run': str(tmp_path / name), **more})
         assert not list((tmp_path / name).rglob('summary.json'))
@@ -476,44 +325,36 @@ def test_golds_that_normalise_to_nothing_are_counted_when_a_set_is_loaded(model,
 
 def test_a_base_model_without_a_template_is_asked_by_another(model, tmp_path):
     bare = with_template(model, tmp_path / 'bare')
-    settings = {**QUICK, 'model': bare, 'data': 'hotpotqa', 'path': str(SAMPLE), 'run': str(tmp_path / 'run')}
+    settings = {**QUICK, 'model': bare, 'data': 'hotpotqa', 'path': str(SAMPLE), 'run': str(tmp_path / 'run'),
+                'questions': 1}
     with pytest.raises(ValueError, match='template'): quiet(settings)
     (tmp_path / 'own.jinja').write_text(TEMPLATES['chatml'])
     runs = {given: quiet({**settings, 'template': given, 'run': str(tmp_path / name)}) / 'hotpotqa'
             for name, given in (('plain', 'plain'), ('chatml', 'ChatML'), ('file', str(tmp_path / 'own.jinja')))}
     plain, chatml, file = map(read_manifest, runs.values())
     assert '<|im_start|>' not in plain['prompt'] and chatml['prompt'].count('<|im_start|>') == 3
-    assert not manifest_differences(chatml, file) and 'template.hash' in {
-        d.split(':')[0] for d in manifest_differences(plain, chatml)
-    }
-    with pytest.raises(ValueError, match="'chatlm'"):
-        quiet({**settings, 'template': 'chatlm'})
+    assert not manifest_differences(chatml, file) and 'template.hash' in parts(manifest_differences(plain, chatml))
+    with pytest.raises(ValueError, match="'chatlm'"): quiet({**settings, 'template': 'chatlm'})
 
 
 def test_a_template_that_rewrites_is_evaluated_in_its_own_contexts(model, tmp_path):
     thinking = with_template(model, tmp_path / 'thinking', template_text('qwen3'))
-    settings = {
-        **QUICK, 'model': thinking, 'data': 'hotpotqa', 'path': str(SAMPLE), 'max_turns': 3, 'template_options':
-        {'enable_thinking': False}
-    }
+    settings = {**QUICK, 'model': thinking, 'data': 'hotpotqa', 'path': str(SAMPLE), 'max_turns': 3, 'questions': 2,
+                'template_options': {'enable_thinking': False}}
     edited, sampled = (quiet({**settings, 'run': str(tmp_path / str(h)), 'history': h}) / 'hotpotqa'
                        for h in (None, 'as-sampled'))
     contexts = [[turn['context_ids'] is not None for turn in r['trajectory']['turns']] for r in read_turns(edited)]
     assert all(c == [False, True, True] for c in contexts) and read_manifest(edited)['history'] == 'template'
     assert all(turn['context_ids'] is None for r in read_turns(sampled) for turn in r['trajectory']['turns'])
-    assert '<think>\n\n</think>' in read_manifest(edited)['prompt'] and replay_evaluation(edited, say=lambda line: None,
-                                                                               progress=False)['hotpotqa'].same
+    assert '<think>\n\n</think>' in read_manifest(edited)['prompt']
+    assert replay_evaluation(edited, say=lambda line: None, progress=False)['hotpotqa'].same
     with pytest.raises(ValueError, match="'enable_thought'"):
         quiet({**settings, 'template_options': {'enable_thought': False}, 'run': str(tmp_path / 'no')})
 
 
 def test_a_call_where_nothing_is_searched_gets_an_error(tmp_path):
-    def act(text, rng):
-        return '<answer> 2100 </answer>' if 'Error: there is nothing to search' in text else ('<tool_call> {"name": '
-                                                                                              '"search", "arguments": '
-                                                                                              '{"query_list": ["x"]}} '
-                                                                                              '</tool_call>')
-
+    call = '<tool_call> {"name": "search", "arguments": {"query_list": ["x"]}} </tool_call>'
+    act = lambda text, rng: '<answer> 2100 </answer>' if 'Error: there is nothing to search' in text else call
     folder = quiet({'data': 'gsm8k', 'path': FILES['gsm8k'], 'run': str(tmp_path), 'model': 'r'},
                    engine=ScriptedEngine(act, byte_tokenizer(), max_length=10 ** 5))
     s = read_scores(folder)['gsm8k']
@@ -523,29 +364,15 @@ def test_a_call_where_nothing_is_searched_gets_an_error(tmp_path):
 # ---- numbers ----
 
 
-@pytest.mark.parametrize('n, p', [(20, .5), (200, .1), (3000, .35)])
-def test_the_interval_is_the_binomials(n, p):
-    "A resample of zeros and ones is a binomial draw, whose quantiles are known."
-    stats = pytest.importorskip('scipy.stats')
-    ones = round(n * p)
-    got, wanted = bootstrap_interval([1.] * ones + [0.] * (n - ones),
-                                     draws=20000), stats.binom.ppf([.025, .975], n, ones / n) / n
-    spread = (p * (1 - p) / n) ** .5
-    assert all(abs(a - b) <= .1 * spread + 1 / n for a, b in zip(got, wanted))
-    assert bootstrap_interval([0, 1, 1], seed=3) == bootstrap_interval([0, 1, 1], seed=3)
-
-
-@pytest.mark.parametrize('questions', [30, 150])
-def test_intervals_of_an_evaluation_cover(questions):
+def test_intervals_of_an_evaluation_cover():
     """Shares and word F1, from thirty questions on, and tokens, whose numbers are far from normal, from 150 on: the
     truth is held in 93 to 97 %, give or take three errors of what 300 evaluations can show (1.5 % each)."""
     rng = np.random.default_rng(0)
-    part = lambda: np.where(rng.random(questions) < .5, 0., rng.random(questions))
-    half = lambda: np.where(rng.random(questions) < .4, 1., part())
-    for name, drawn, true in (('em', lambda: (rng.random(questions) < .3) * 1., .3), ('f1', half, .4 + .6 * .25),
-                              ('tokens', lambda: rng.lognormal(0, .7, questions), math.exp(.245))):
-        if name == 'tokens' and questions < 100: continue
-        ends = [_intervals([{name: x} for x in drawn()], [name], 0)[name] for _ in range(300)]
+    part = lambda n: np.where(rng.random(n) < .5, 0., rng.random(n))
+    half = lambda n: np.where(rng.random(n) < .4, 1., part(n))
+    for name, n, drawn, true in (('em', 30, lambda n: (rng.random(n) < .3) * 1., .3), ('f1', 30, half, .4 + .6 * .25),
+                                 ('tokens', 150, lambda n: rng.lognormal(0, .7, n), math.exp(.245))):
+        ends = [_intervals([{name: x} for x in drawn(n)], [name], 0)[name] for _ in range(300)]
         share = np.mean([low <= true <= high for low, high in ends])
         assert .885 < share < .998, (name, share)
 
@@ -564,21 +391,26 @@ def test_which_sets_are_meant():
 
 @pytest.mark.long
 def test_two_ranks_write_what_one_writes(model, corpus, tmp_path, monkeypatch):
-    "Two sets, an odd number of questions, sampled and not greedy; an evaluation that is done is only shown."
+    """Two sets, an odd number of questions, sampled and not greedy; the two go on where one rank was interrupted. An
+    evaluation that is done is only shown."""
     monkeypatch.setenv('CUDA_VISIBLE_DEVICES', '')
-    # log-probabilities are rounded otherwise
-    played = lambda rows: [
-        {**r, 'trajectory': [[t['action_ids'], t['observation_ids']] for t in r['trajectory']['turns']]} for r in rows
-    ]
+    ids = lambda row: [[t['action_ids'], t['observation_ids']] for t in row['trajectory']['turns']]
+    played = lambda rows: [{**r, 'trajectory': ids(r)} for r in rows]     # log-probabilities are rounded otherwise
     settings = dict(model=model, data='hotpotqa, nq', path={'hotpotqa': str(SAMPLE), 'nq': FILES['nq']},
                     corpus={'nq': corpus}, greedy=False, questions=5, threads=1, **QUICK)
     one, lines = quiet({**settings, 'run': str(tmp_path / 'one')}), []
+    def interrupt(*given): raise KeyboardInterrupt
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(evaluation, '_keep', interrupt)
+        quiet({**settings, 'run': str(tmp_path / 'two')})
+    (kept,) = (tmp_path / 'two' / 'playing' / 'hotpotqa').glob('rank-*/turns.jsonl.gz')
+    kept.write_bytes(kept.read_bytes()[:-9])                              # the last row is lost
     two = run_evaluation({**settings, 'run': str(tmp_path / 'two'), 'ranks': 2}, say=lines.append, progress=False)
     for name in ('hotpotqa', 'nq'):
-        assert played(read_turns(one / name)) == played(read_turns(two / name)) and sum(
-            r['tokens'] for r in read_turns(two / name)) > 0
+        assert played(read_turns(one / name)) == played(read_turns(two / name))
+        assert sum(r['tokens'] for r in read_turns(two / name)) > 0
         assert (one / name / 'scores.json').read_text() == (two / name / 'scores.json').read_text()
-    assert read_scores(one) == read_scores(two)
+    assert read_scores(one) == read_scores(two) and not (two / 'playing').exists()
     assert [line.split(':')[0] for line in lines] == ['2 ranks', 'hotpotqa', 'nq']            # by one rank only
     log = (two / 'ranks.log').stat().st_mtime_ns
     quiet({**settings, 'run': str(two), 'ranks': 2})
@@ -696,20 +528,18 @@ def test_the_metric_asked_for_is_the_score(corpus, model, tmp_path):
 
 
 def test_a_set_whose_log_lost_its_end_is_not_taken_for_done(model, tmp_path):
-    "At places throughout the last kilobyte: the scores are there, the rollouts that they come from are not."
+    "The scores are there, the rollouts that they come from are not."
     settings = {'model': model, 'data': 'hotpotqa', 'path': str(SAMPLE), 'run': str(tmp_path / 'run'), **QUICK}
     path = quiet(settings) / 'hotpotqa' / 'turns.jsonl.gz'
     whole = path.read_bytes()
-    for lost in range(1, 1025, 93):
+    for lost in (1, 400, 1000):
         path.write_bytes(whole[:-lost])
-        with pytest.raises(ValueError, match='questions'):
-            quiet(settings)
+        with pytest.raises(ValueError, match='questions'): quiet(settings)
     path.write_bytes(whole)
     for name in ('scores.json', 'manifest.json'):
         kept = path.with_name(name).read_bytes()
         path.with_name(name).write_bytes(kept[:-30])
-        with pytest.raises(ValueError, match=f'{name} is not valid JSON.*restore it, or remove .*plays the set again'):
-            quiet(settings)
+        with pytest.raises(ValueError, match=f'{name} is not valid JSON'): quiet(settings)
         path.with_name(name).write_bytes(kept)
     shutil.rmtree(path.parent)
     quiet(settings)
@@ -727,7 +557,8 @@ def test_a_pool_keeps_answers_goes_on_and_tells_tiers_by_any_metric(tmp_path, mo
         plays.append(text)
         if len(plays) == 14: raise KeyboardInterrupt                   # after three questions of four tries
         gold = next(g for q, g in golds.items() if q in text)
-        return f'<answer> {gold if len(gold) % 2 else gold + " then"} </answer>' if rng.random() < .15 else '<answer> x </answer>'
+        right = gold if len(gold) % 2 else gold + ' then'
+        return f'<answer> {right if rng.random() < .15 else "x"} </answer>'
 
     engine = lambda: ScriptedEngine(act, byte_tokenizer(), max_length=10 ** 5)
     settings = {'data': 'hotpotqa', 'path': str(SAMPLE), 'run': str(tmp_path / 'run'), 'model': 'r', 'split': 'train',
@@ -738,17 +569,18 @@ def test_a_pool_keeps_answers_goes_on_and_tells_tiers_by_any_metric(tmp_path, mo
     rows = read_turns(folder, pool=True)
     assert len(rows) == len(questions) and {len(r['answers']) for r in rows} == {4} and 'trajectory' not in rows[0]
     whole = quiet({**settings, 'run': str(tmp_path / 'whole')}, engine=engine()) / 'hotpotqa'
-    assert [r['answers'] for r in read_turns(whole, pool=True)] == [r['answers'] for r in rows]            # as if never interrupted
+    given = {r['id']: r['answers'] for r in rows}
+    assert {r['id']: r['answers'] for r in read_turns(whole, pool=True)} == given              # as if never interrupted
     for metric, right in (('em', exact_match), ('cover', cover_match)):
         found = pool_tiers(folder.parent, questions, metric)
-        assert found == {(q.source, q.id): 1 + any(right(a, q.answers) for a in r['answers']) for q, r in
-                         zip(questions, sorted(rows, key=lambda r: [q.id for q in questions].index(r['id'])))}
+        assert found == {(q.source, q.id): 1 + any(right(a, q.answers) for a in given[q.id]) for q in questions}
     assert set(found.values()) == {1, 2} and len(pool_tiers(folder, questions[:1])) == 1
     assert pool_tiers([folder.parent, whole], questions, metric) == found
-    with pytest.raises(ValueError, match='prompt'): pool_tiers(folder, questions, asked='other')
     more = [*questions, dataclasses.replace(questions[0], id='other')]
-    with pytest.raises(ValueError, match='lacks 1 of'): pool_tiers(folder, more)
     assert pool_tiers(folder, more, some=True) == pool_tiers(folder, questions)
-    for read in (read_turns, read_recording, lambda x: replay_evaluation(x, engine=engine()), lambda x: compare_rows(x, x)):
-        with pytest.raises(ValueError, match='pool'): read(folder)                        # by whoever wants rollouts
-    with pytest.raises(ValueError, match='greedy'): quiet({**settings, 'greedy': True}, engine=engine())
+    for call, said in ((lambda: pool_tiers(folder, questions, asked='other'), 'prompt'),
+                       (lambda: pool_tiers(folder, more), 'lacks 1 of'), (lambda: read_turns(folder), 'pool'),
+                       (lambda: read_recording(folder), 'pool'), (lambda: compare_rows(folder, folder), 'pool'),
+                       (lambda: replay_evaluation(folder, engine=engine()), 'pool'),
+                       (lambda: quiet({**settings, 'greedy': True}, engine=engine()), 'greedy')):
+        with pytest.raises(ValueError, match=said): call()

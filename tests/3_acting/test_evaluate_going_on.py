@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -13,12 +12,11 @@ import pytest
 from credit_rl import evaluate as evaluation
 from credit_rl import runlog
 from credit_rl.engine import FinishedTurn, ScriptedEngine
-from credit_rl.evaluate import read_manifest, read_scores, replay_evaluation, run_evaluation
+from credit_rl.evaluate import replay_evaluation, run_evaluation
 from credit_rl.protocol import byte_tokenizer
 from credit_rl.runlog import read_turns
 
 ROOT = Path(__file__).resolve().parents[2]
-FILES = ('turns.jsonl.gz', 'scores.json', 'manifest.json')
 
 
 class OneByOne(ScriptedEngine):
@@ -58,7 +56,7 @@ def stop_at(most):
 
 
 def assert_same_files(one, other):
-    for name in FILES[:2]: assert (one / name).read_bytes() == (other / name).read_bytes()
+    for name in ('turns.jsonl.gz', 'scores.json'): assert (one / name).read_bytes() == (other / name).read_bytes()
 
 
 def test_what_was_played_is_written_and_not_played_again(settings, tmp_path):
@@ -142,37 +140,3 @@ def test_a_set_larger_than_what_is_read_at_once_is_read(settings, monkeypatch):
     monkeypatch.setattr(runlog, '_MOST_STEP', int(100 * size))           # a hundred of the two hundred rows
     assert len(read_turns(there)) == 200
     quiet(settings, OneByOne(stop_at(0)))                                # it is done, and can be read
-
-
-@pytest.mark.long
-def test_ranks_that_are_killed_go_on_where_they_were(tmp_path):
-    "Two ranks that sample, killed with all that they started once some rows are there; then the same command again."
-    psutil = pytest.importorskip('psutil', reason='psutil is not installed')
-    from credit_rl.world import make_world
-    world = make_world('dev', seed=5, size=80, questions=40)
-    rows = [{'id': q.id, 'question': q.text, 'golden_answers': list(q.answers)} for q in world.questions]
-    (tmp_path / 'questions.jsonl').write_text('\n'.join(map(json.dumps, rows)))
-    pages = [{'id': n, 'title': n, 'text': text} for n, text in world.pages.items()]
-    (tmp_path / 'pages.jsonl').write_text('\n'.join(map(json.dumps, pages)))
-    settings = {'model': str(ROOT / 'data' / 'tiny_base'), 'data': 'nq', 'path': str(tmp_path / 'questions.jsonl'),
-                'corpus': str(tmp_path / 'pages.jsonl'), 'protocol': 'tiny', 'turn_tokens': 24, 'max_tokens': 400,
-                'greedy': False, 'batch': 1, 'threads': 1, 'ranks': 2}
-    command = [sys.executable, '-m', 'credit_rl.evaluate',
-               *(f'{k}={json.dumps(v)}' for k, v in {**settings, 'run': str(tmp_path / 'run')}.items())]
-    about = dict(cwd=ROOT, env={**os.environ, 'PYTHONPATH': str(ROOT), 'CUDA_VISIBLE_DEVICES': ''})
-    first = subprocess.Popen(command, start_new_session=True, stdout=subprocess.DEVNULL, **about)
-    place, deadline = tmp_path / 'run' / 'playing' / 'nq', time.monotonic() + 400
-    kept = lambda: [r['id'] for p in place.glob('rank-*') for r in read_turns(p)]
-    while len(kept()) < 4 and first.poll() is None and time.monotonic() < deadline: time.sleep(.05)
-    family = psutil.Process(first.pid).children(recursive=True)
-    for process in (first, *family): process.kill()
-    psutil.wait_procs(family)
-    first.wait()
-    assert 4 <= len(kept()) < 40
-    run_evaluation({**settings, 'run': str(tmp_path / 'run')}, say=lambda line: None, progress=False)
-    run_evaluation({**settings, 'ranks': 1, 'run': str(tmp_path / 'whole')}, say=lambda line: None, progress=False)
-    rows = lambda run: read_turns(tmp_path / run / 'nq')
-    played = lambda run: [[t['action_ids'] for t in r['trajectory']['turns']] for r in rows(run)]
-    assert played('run') == played('whole') and read_scores(tmp_path / 'run') == read_scores(tmp_path / 'whole')
-    assert read_manifest(tmp_path / 'run' / 'nq')['questions']['ids'] == [q.id for q in world.questions]
-    assert not (tmp_path / 'run' / 'playing').exists()

@@ -18,20 +18,15 @@ from credit_rl.world import WORDS as NAMES
 from random_models import small_qwen
 from tape import Tape
 
-PAGES = [
-    Passage('0', 'Casablanca', 'Casablanca is a film directed by Michael Curtiz.'),
-    Passage('1', 'Michael Curtiz', 'Michael Curtiz was born in Budapest.')
-]
+PAGES = [Passage('0', 'Casablanca', 'Casablanca is a film directed by Michael Curtiz.'),
+         Passage('1', 'Michael Curtiz', 'Michael Curtiz was born in Budapest.')]
 SEARCH = SearchTool(BM25(PAGES), k=1, max_tokens=50)
 TOOL = PythonTool(search=SEARCH, seconds=5.)
 TOKENIZER = byte_tokenizer()
 CARL = Chat(PROTOCOLS['carl'], TOKENIZER)
 QUESTION = Question('q', 'Where was he born?', ['Budapest'])
-CALL, NOTE, BOX = (
-    '```python\nprint(search("Curtiz"))\n```\n',
-    'so <context>born in Budapest</context>',
-    r'\boxed{Budapest}<|im_end|>',
-)
+CALL, NOTE = '```python\nprint(search("Curtiz"))\n```\n', 'so <context>born in Budapest</context>'
+BOX = r'\boxed{Budapest}<|im_end|>'
 
 
 def recite(says, chat=CARL, **settings):
@@ -49,8 +44,6 @@ def kinds(t):
 def grouped(t):
     return [Group(t.question, [t])]
 
-
-# ---- by the book ----
 
 def by_the_book(t, chat):
     "Contexts of a trajectory as equations 8 and 9 make them, from its texts: list of ids."
@@ -73,13 +66,13 @@ def check(t, chat=CARL, cap=15):
     assert [list(x.context_ids or t.prompt_ids) for x in t.turns] == by_the_book(t, chat)
     assert t.turns[0].context_ids is None and all(x.context_ids is not None for x in t.turns[1:])
     assert all(bool(x.observation_ids) == (x.kind == 'invoke' and x.result is not Result.SKIPPED) for x in t.turns[:-1])
-    assert (t.answer is not None) == (t.stop is Stop.ANSWER) == (t.turns[-1].kind == 'commit' and
-                                                                 t.turns[-1].result is Result.NONE)
+    answered = t.turns[-1].kind == 'commit' and t.turns[-1].result is Result.NONE
+    assert (t.answer is not None) == (t.stop is Stop.ANSWER) == answered
     assert (t.stop is Stop.NO_ANSWER) <= (kinds(t)[-1] == 'commit') and (t.stop is Stop.TURN_CAP) <= (n == cap)
     prefix = len(chat.prefix_ids)
     layout = pack(grouped(t), prefix)
-    assert layout.row_trajectory.tolist() == [0] * n and [layout.token_turns[r].max().item()
-                                                          for r in range(n)] == list(range(n))
+    assert layout.row_trajectory.tolist() == [0] * n
+    assert [layout.token_turns[r].max().item() for r in range(n)] == list(range(n))
     starts = segment_starts(layout.token_turns, layout.row_trajectory, layout.turn_mask)
     assert torch.equal(starts[0, 1:], layout.states[0, 1:n]) and starts[0, 0].tolist() == [0, len(t.prompt_ids) - 1]
     assert layout.states[0, 0].tolist() == [0, len(t.prompt_ids) - 1 - prefix]
@@ -89,29 +82,25 @@ def check(t, chat=CARL, cap=15):
     return t
 
 
-PIECES = [
-    '```python\n', '\n```\n', '```', 'print(search("Curtiz"))', 'print(6 * 7)', '1 / 0', 'hm ', '<context>',
-    '</context>', r'\boxed{Budapest}', r'\boxed{', '}', '<|im_end|>', '<think>', 'ä東😀', '<tool_call>', '</tool_call>',
-    '\n'
-]
+PIECES = ['```python\n', '\n```\n', '```', 'print(search("Curtiz"))', 'print(6 * 7)', '1 / 0', 'hm ', '<context>',
+          '</context>', r'\boxed{Budapest}', r'\boxed{', '}', '<|im_end|>', '<think>', 'ä東😀', '<tool_call>',
+          '</tool_call>', '\n']
 SEGMENT = st.lists(st.sampled_from(PIECES), min_size=1, max_size=6).map(''.join) | st.sampled_from(
     [CALL, NOTE, BOX, '<context></context>'])
 
 
-@settings(deadline=None, max_examples=120)
+@settings(max_examples=60)
 @given(st.lists(SEGMENT, min_size=1, max_size=6), st.integers(1, 7))
 def test_whatever_is_said_a_rollout_has_the_shape_of_segments(says, cap):
     check(recite(says, max_turns=cap), cap=cap)
 
 
 TINY = Chat(PROTOCOLS['carl-tiny'], tiny_tokenizer())
-WORDS = [
-    '<tool_call>', '</tool_call>', 'print ( search ( " limi vula " ) )', 'print ( 6 * 7 )', '<context>', '</context>',
-    'limi vula', '\\boxed { limi vula }', '<|im_end|>'
-]
+WORDS = ['<tool_call>', '</tool_call>', 'print ( search ( " limi vula " ) )', 'print ( 6 * 7 )', '<context>',
+         '</context>', 'limi vula', '\\boxed { limi vula }', '<|im_end|>']
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=30)
 @given(st.lists(st.lists(st.sampled_from(WORDS), min_size=1, max_size=5).map(' '.join), min_size=1, max_size=6))
 def test_so_it_is_in_the_tiny_worlds_words(says):
     check(recite(says, TINY), TINY)
@@ -146,37 +135,35 @@ def test_every_fault_is_defined_and_recorded(name):
     assert kinds(t) == (['invoke', 'assimilate', 'commit'] if stands else ['commit'])
     assert t.stop is (Stop.ANSWER if results.endswith('none') else Stop.NO_ANSWER)
     if stands: assert TOKENIZER.decode(t.turns[2].context_ids).rstrip().endswith(stands)
-    if stands and results.split()[0] != 'ok':
-        assert t.turns[0].observation_text.startswith('Error: ')
+    if stands and results.split()[0] != 'ok': assert t.turns[0].observation_text.startswith('Error: ')
     # a message that goes on has no end in it
     assert CARL.end_id not in (t.turns[-1].context_ids or ())[len(t.prompt_ids):]
 
 
+def taped(*plays, **sampling):
+    "A tape of what was said and why it stopped, and the trajectory that is played from it."
+    tape = Tape(*((CARL.encode(said), why) for said, why in plays))
+    how = {'sampling': SamplingParams(**sampling)} if sampling else {}
+    return tape, rollout(tape, Environment(CARL, TOOL, max_tokens=10**6), [QUESTION], **how)[0].trajectories[0]
+
+
 def test_each_segment_has_its_own_cap_and_stop_strings():
-    enc = CARL.encode
-    tape = Tape((enc(CALL), 'stop'), (enc('<context>' + 'x' * 20), 'max_tokens'), (enc(CALL), 'stop'),
-                (enc(NOTE), 'stop'), (enc(BOX), 'eos'))
-    (t, ) = rollout(tape, Environment(CARL, TOOL, max_tokens=10 ** 6), [QUESTION],
-                    sampling=SamplingParams(max_tokens=2048))[0].trajectories
+    tape, t = taped((CALL, 'stop'), ('<context>' + 'x' * 20, 'max_tokens'), (CALL, 'stop'), (NOTE, 'stop'), (BOX, 'eos'),
+                    max_tokens=2048)
     assert tape.asked == [(None, None), (256, ('</context>',)), (None, None), (256, ('</context>',)), (None, None)]
-    assert t.turns[1].result is Result.MALFORMED and t.answer == 'Budapest' and t.turns[
-        -1].action_text == r'\boxed{Budapest}'
-    tape = Tape((enc(CALL), 'stop'), (enc(NOTE), 'stop'), (enc('and so on'), 'max_tokens'))
-    (t, ) = rollout(tape, Environment(CARL, TOOL, max_tokens=10 ** 6), [QUESTION],
-                    sampling=SamplingParams(max_tokens=100))[0].trajectories
-    assert tape.asked[1] == (100, ('</context>', )) and t.stop is Stop.LENGTH and kinds(
-        t)[-1] == 'commit' and t.turns[-1].result is Result.MALFORMED
-    tape = Tape((enc('```python\nwhile'), 'length'),)
-    (t,) = rollout(tape, Environment(CARL, TOOL, max_tokens=10**6), [QUESTION])[0].trajectories
+    assert t.turns[1].result is Result.MALFORMED and t.answer == 'Budapest'
+    assert t.turns[-1].action_text == r'\boxed{Budapest}'
+    tape, t = taped((CALL, 'stop'), (NOTE, 'stop'), ('and so on', 'max_tokens'), max_tokens=100)
+    assert tape.asked[1] == (100, ('</context>',)) and t.stop is Stop.LENGTH
+    assert kinds(t)[-1] == 'commit' and t.turns[-1].result is Result.MALFORMED
+    _, t = taped(('```python\nwhile', 'length'))
     assert t.stop is Stop.LENGTH and kinds(t) == ['invoke'] and t.turns[0].result is Result.MALFORMED
 
 
 def test_letters_after_a_stop_string_are_no_part_of_the_segment():
-    enc = CARL.encode
-    tape = Tape((enc(CALL + 'And'), 'stop'), (enc(NOTE + '. So'), 'stop'), (enc(BOX), 'eos'))
-    (t,) = rollout(tape, Environment(CARL, TOOL, max_tokens=10**6), [QUESTION])[0].trajectories
-    assert [x.result for x in t.turns] == [Result.OK, Result.NONE, Result.NONE] and TOKENIZER.decode(
-        t.turns[2].context_ids).rstrip().endswith('born in Budapest</context>')
+    _, t = taped((CALL + 'And', 'stop'), (NOTE + '. So', 'stop'), (BOX, 'eos'))
+    assert [x.result for x in t.turns] == [Result.OK, Result.NONE, Result.NONE]
+    assert TOKENIZER.decode(t.turns[2].context_ids).rstrip().endswith('born in Budapest</context>')
 
 
 def test_a_forged_end_of_message_does_not_come_in_by_a_context():
@@ -198,8 +185,6 @@ def test_programs_of_all_trajectories_run_as_one_batch():
     assert calls == [10] and all(t.answer == 'Budapest' for g in groups for t in g.trajectories)
 
 
-# ---- a model ----
-
 class Eager(Chat):
     "A chat that takes whatever is said for a program."
     code = 'print(search("Curtiz"))'
@@ -210,15 +195,11 @@ class Eager(Chat):
 def model(): return small_qwen(len(TOKENIZER), max_position_embeddings=4096, initializer_range=.1)
 
 
-def eager_rollout(model, groups=2, seed=2, spy=None, **engine):
+def eager_rollout(model, groups=2, seed=2, **engine):
     "Random segments of a model: three calls of each trajectory."
-    engine = HFEngine(model, TOKENIZER, **engine)
-    if spy is not None:
-        make = engine.stream
-        engine.stream = lambda sampling: spy.append(make(sampling)) or spy[-1]
     env = Environment(Eager(PROTOCOLS['carl'], TOKENIZER), TOOL, max_turns=6, context_tokens=9)
     questions = [QUESTION, Question('r', 'And who was it that directed the film?', ['x']), Question('s', 'Why?', ['x'])]
-    return rollout(engine, env, questions, groups, SamplingParams(max_tokens=15), seed)
+    return rollout(HFEngine(model, TOKENIZER, **engine), env, questions, groups, SamplingParams(max_tokens=15), seed)
 
 
 def every(groups):
@@ -274,8 +255,6 @@ def test_a_conversation_under_way_cannot_be_rewound(model):
     with pytest.raises(ValueError, match='under way'): stream.rewind('a', [1, 2])
 
 
-# ---- prompts and doors ----
-
 def test_the_tiny_worlds_prompts_have_no_unknown_word():
     for n in ('carl-tiny', 'carl-tiny-direct', 'carl-tiny-forced'):
         chat = Chat(PROTOCOLS[n], tiny_tokenizer())
@@ -284,20 +263,17 @@ def test_the_tiny_worlds_prompts_have_no_unknown_word():
 
 def test_without_tools_nothing_runs():
     chat = Chat(PROTOCOLS['carl-direct'], TOKENIZER)
-    env = Environment(chat, None)
-    t = rollout(ScriptedEngine(lambda text, rng: CALL, TOKENIZER), env, [QUESTION])[0].trajectories[0]
-    assert kinds(t) == [
-        'commit'
-    ] and t.turns[0].result is Result.MALFORMED and t.stop is Stop.NO_ANSWER and not reaches(chat.protocol, CALL)
-    t = rollout(ScriptedEngine(lambda text, rng: BOX, TOKENIZER), env, [QUESTION])[0].trajectories[0]
-    assert t.answer == 'Budapest'
+    play = lambda said: rollout(ScriptedEngine(lambda text, rng: said, TOKENIZER), Environment(chat, None),
+                                [QUESTION])[0].trajectories[0]
+    t = play(CALL)
+    assert kinds(t) == ['commit'] and t.turns[0].result is Result.MALFORMED and t.stop is Stop.NO_ANSWER
+    assert not reaches(chat.protocol, CALL) and play(BOX).answer == 'Budapest'
 
 
 def test_the_doors_of_an_environment():
     tiny = Chat(PROTOCOLS['tiny'], TOKENIZER)
-    for make, message in ((lambda: Environment(CARL, SEARCH),
-                           'only searches'), (lambda: Environment(tiny, TOOL),
-                                              'only runs programs'), (lambda: Environment(CARL, None), 'no tool'),
-                          (lambda: Environment(CARL, TOOL, context_tokens=0), 'at least 1 token')):
-        with pytest.raises(ValueError, match=message): make()
+    for given, message in (((CARL, SEARCH), 'only searches'), ((tiny, TOOL), 'only runs programs'),
+                           ((CARL, None), 'no tool')):
+        with pytest.raises(ValueError, match=message): Environment(*given)
+    with pytest.raises(ValueError, match='at least 1 token'): Environment(CARL, TOOL, context_tokens=0)
     assert Environment(CARL, TOOL).max_turns == 15 and Environment(tiny, SEARCH).max_turns == 4

@@ -1,6 +1,5 @@
 """Gold answers at every state: one packed forward says what a plain forward for each pair says, and nothing else has
 any influence."""
-import contextlib
 import dataclasses
 import math
 import re
@@ -27,12 +26,10 @@ VOCABULARY = 60
 SIZES = dict(vocab_size=VOCABULARY, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
              num_key_value_heads=2, head_dim=8, max_position_embeddings=128, initializer_range=.3, bos_token_id=None,
              eos_token_id=None, pad_token_id=None)
-OWN = {
-    'gpt2':
-    dict(n_embd=32, n_layer=2, n_head=4, n_positions=128, vocab_size=VOCABULARY, initializer_range=.3,
-         bos_token_id=None, eos_token_id=None), 'bloom':
-    dict(n_layer=2, n_head=4, **{k: SIZES[k] for k in ('hidden_size', 'vocab_size', 'initializer_range')})
-}
+FOR_BLOOM = ('hidden_size', 'vocab_size', 'initializer_range')
+OWN = {'gpt2': dict(n_embd=32, n_layer=2, n_head=4, n_positions=128, vocab_size=VOCABULARY, initializer_range=.3,
+                    bos_token_id=None, eos_token_id=None),
+       'bloom': dict(n_layer=2, n_head=4, **{k: SIZES[k] for k in FOR_BLOOM})}
 
 
 def make(kind='qwen2', attention='sdpa', dtype=torch.float32, **changes):
@@ -60,9 +57,7 @@ def plain(model, rows, states, answers):
     out = torch.full((*states.shape[:2], max(map(len, answers), default=0)), math.nan, dtype=torch.float64)
     for n, golds in enumerate(answers):
         for s, (row, position) in enumerate(states[n].tolist()):
-            for m, gold in enumerate(golds):
-                if row < 0:
-                    continue
+            for m, gold in enumerate(golds if row >= 0 else ()):
                 text = [*rows[0][row, :position + 1].tolist(), *gold.ids]
                 logp = model(input_ids=torch.tensor([text])).logits[0].double().log_softmax(-1)
                 at = range(position + 1 + gold.start, position + 1 + gold.end)
@@ -88,8 +83,8 @@ def works(draw):
     ids = lambda low, high: draw(st.lists(st.integers(0, VOCABULARY - 1), min_size=low, max_size=high))
     texts = [ids(1, 20) for _ in range(draw(st.integers(1, 4)))]
     width = max(map(len, texts)) + draw(st.integers(0, 3))
-    rows = torch.tensor([[*t, *[draw(st.integers(0, VOCABULARY - 1))] * (width - len(t))]
-                         for t in texts]), torch.tensor([len(t) for t in texts])
+    padded = [[*t, *[draw(st.integers(0, VOCABULARY - 1))] * (width - len(t))] for t in texts]
+    rows = torch.tensor(padded), torch.tensor([len(t) for t in texts])
     n, s = draw(st.integers(1, 3)), draw(st.integers(1, 3))
     one = st.integers(0, len(texts) - 1).flatmap(lambda r: st.integers(0, len(texts[r]) - 1).map(lambda p: [r, p]))
     states = torch.tensor([[draw(st.one_of(one, st.just([-1, -1]))) for _ in range(s)] for _ in range(n)])
@@ -110,35 +105,28 @@ def fixed(seed=1):
 
 # ---- equal to plain forwards ----
 
-@settings(deadline=None, max_examples=40)
 @given(works(), st.sampled_from(['packed', 'cache']), st.sampled_from([1, 40, 16384]))
 def test_any_work_scores_as_plain_forwards_do(exact, work, method, budget):
     scores = answer_logps(exact, *work, method=method, budget=budget)
     same(scores, plain(exact, *work), atol=1e-9)
-    states, answers = work[1:]
-    counts = [[[
-        g.end - g.start if m < len(a) and there else 0
-        for m, g in enumerate(a + [AnswerTemplate([0], 0, 1)] * (scores.sums.shape[2] - len(a)))
-    ]
-               for there in (states[n, :, 0] >= 0).tolist()]
-              for n, a in enumerate(answers)]
-    assert scores.tokens.tolist() == counts and scores.missing == 0
+    _, states, answers = work
+    counts = torch.zeros(scores.sums.shape, dtype=torch.long)
+    for n, golds in enumerate(answers):
+        for m, gold in enumerate(golds): counts[n, states[n, :, 0] >= 0, m] = gold.end - gold.start
+    assert scores.tokens.tolist() == counts.tolist() and scores.missing == 0
 
 
-@pytest.mark.parametrize('attention', ['sdpa', 'eager'])
-@pytest.mark.parametrize('kind', ['qwen2', 'llama', 'qwen3', 'gpt2'])
+@pytest.mark.parametrize('kind, attention', [('llama', 'eager'), ('qwen3', 'sdpa'), ('gpt2', 'sdpa')])
 def test_architectures(kind, attention):
     model, work = make(kind, attention), fixed()
     expected = plain(model, *work)
     assert takes_tree_mask(model)
-    for method in ('auto', 'packed', 'cache'):
-        same(answer_logps(model, *work, method=method), expected)
+    for method in ('auto', 'packed', 'cache'): same(answer_logps(model, *work, method=method), expected)
     same(answer_logps_separate(model, *work), expected)
 
 
+@pytest.mark.skipif(not hasattr(torch.compiler, 'set_stance'), reason='this torch cannot be told not to compile')
 def test_flex_attention_is_the_same_tree(qwen):
-    if not hasattr(torch.compiler, 'set_stance'):
-        pytest.skip('this torch cannot be told not to compile')
     work = fixed()
     trained = torch.arange(work[0][0].shape[1]) < work[0][1][:, None]
     with torch.compiler.set_stance('force_eager'):
@@ -149,7 +137,7 @@ def test_flex_attention_is_the_same_tree(qwen):
     assert qwen.config._attn_implementation == 'sdpa'
 
 
-@settings(deadline=None, max_examples=10)
+@settings(max_examples=6)
 @given(st.integers(0, 99), st.sampled_from([1, 128]))
 def test_blocks_of_packed_answers_are_those_of_the_whole_mask(seed, multiple):
     """As PyTorch finds them by looking at every pair of tokens; some of those that are seen whole may be listed as
@@ -172,13 +160,6 @@ def test_blocks_of_packed_answers_are_those_of_the_whole_mask(seed, multiple):
         assert torch.equal(create_mask(found.mask_mod, len(batch.ids), 1, width, width, 'cpu'), batch.mask())
 
 
-class Deaf:
-    "Mixed into a model: drops the mask."
-    @property
-    def base_model(self):
-        return lambda attention_mask=None, **inputs: self.model(**inputs)
-
-
 class Fussy:
     "Mixed into a model: refuses a mask with four axes, as fused kernels do."
     @property
@@ -190,13 +171,11 @@ class Fussy:
         return forward
 
 
-@pytest.mark.parametrize('mixin', [Deaf, Fussy])
-def test_a_model_that_ignores_or_refuses_the_mask_is_read_through_its_cache(mixin, qwen):
+def test_a_model_that_refuses_the_mask_is_read_through_its_cache(qwen):
     model = make()
-    model.__class__ = type(mixin.__name__, (mixin, type(model)), {})
+    model.__class__ = type('Fussy', (Fussy, type(model)), {})
     work = fixed()
-    with pytest.warns(UserWarning, match='axes') if mixin is Fussy else contextlib.nullcontext():
-        assert not takes_tree_mask(model)
+    with pytest.warns(UserWarning, match='axes'): assert not takes_tree_mask(model)
     same(answer_logps(model, *work), plain(qwen, *work))
     trained = torch.rand(work[0][0].shape, generator=torch.Generator().manual_seed(0)) < .5
     trained &= torch.arange(30) < work[0][1][:, None]
@@ -205,34 +184,17 @@ def test_a_model_that_ignores_or_refuses_the_mask_is_read_through_its_cache(mixi
     same(logp, token_logps(qwen, work[0][0], trained).detach())
 
 
-@pytest.mark.parametrize(
-    'kind, changes',
-    [
-        ('mistral', dict(sliding_window=6)),
-        ('gemma2', dict(sliding_window=4096, final_logit_softcapping=1.0, query_pre_attn_scalar=8)),
-        ('bloom', {}),
-        (
-            'qwen3_next',
-            dict(
-                linear_num_key_heads=2,
-                linear_num_value_heads=2,
-                linear_key_head_dim=8,
-                linear_value_head_dim=8,
-                num_experts=2,
-                num_experts_per_tok=1,
-                moe_intermediate_size=16,
-                shared_expert_intermediate_size=16,
-                layer_types=['linear_attention', 'full_attention'],
-            ),
-        ),
-    ],
-    ids=['window', 'soft-capped', 'alibi', 'recurrent'],
-)
+RECURRENT = dict(linear_num_key_heads=2, linear_num_value_heads=2, linear_key_head_dim=8, linear_value_head_dim=8,
+                 num_experts=2, num_experts_per_tok=1, moe_intermediate_size=16, shared_expert_intermediate_size=16,
+                 layer_types=['linear_attention', 'full_attention'])
+
+
+@pytest.mark.parametrize('kind, changes', [('bloom', {}), ('qwen3_next', RECURRENT)], ids=['alibi', 'recurrent'])
 def test_models_that_a_tree_mask_would_misread(kind, changes):
     model, work = make(kind, 'eager', **changes), fixed()
     expected = plain(model, *work)
     same(answer_logps(model, *work), expected)
-    if kind != 'bloom':                                               # refuses; the others return plausible numbers
+    if kind != 'bloom':                                               # refuses; the other returns plausible numbers
         wrong = answer_logps(model, *work, method='packed').sums
         assert (wrong - expected).abs().nan_to_num(0).max() > .1
 
@@ -262,17 +224,13 @@ def test_a_learner_heeds_the_window_of_each_model_that_it_scores():
 def test_bfloat16_is_measured_in_float32():
     model, work = make(dtype=torch.bfloat16), fixed()
     scores = answer_logps(model, *work, method='packed')
-    expected = plain(model, *work)
     assert scores.sums.dtype == torch.float32
     # logits themselves have 8 bits
-    assert ((scores.sums - expected).abs() / scores.tokens.clamp(min=1)).nan_to_num(0).max() < .3
-    rows = torch.randn(50, VOCABULARY, dtype=torch.bfloat16)
-    fine = rows.float().log_softmax(-1)
-    assert (rows.log_softmax(-1).float() - fine).abs().max() > 1e-3   # what a log-softmax in bfloat16 would cost
+    error = (scores.sums - plain(model, *work)).abs() / scores.tokens.clamp(min=1)
+    assert error.nan_to_num(0).max() < .3
     (batch,), _ = answer_batches(*work)
-    head = model.get_output_embeddings()
     kept = []
-    handle = head.register_forward_hook(lambda module, inputs, logits: kept.append(logits))
+    handle = model.get_output_embeddings().register_forward_hook(lambda module, inputs, logits: kept.append(logits))
     values = batch_logps(model, batch)
     handle.remove()
     # logits where they are asked, nowhere else
@@ -280,23 +238,7 @@ def test_bfloat16_is_measured_in_float32():
     assert_close(values, kept[0].float().log_softmax(-1).gather(-1, batch.target[:, None])[:, 0])
 
 
-# ---- who influences whom ----
-
-def scored(model, rows, states, answers, **options):
-    return answer_logps(model, rows, states, answers, 'packed', **options).sums
-
-
-def test_batches_stay_in_the_budget_and_hold_everything():
-    rows, states, answers = fixed()
-    for budget in (60, 90, 200):
-        batches, counts = answer_batches(rows, states, answers, budget)
-        assert all(b.ids.numel() <= budget or len(b.ids) == 1 for b in batches)
-        assert sum(len(b.target) for b in batches) == counts.sum() and sum(len(b.ids) for b in batches) >= 4
-    # a gold's last token is not read, nor what closes it
-    assert max(b.ids.shape[1] for b in batches) <= 30 + 3 * (4 + 0)
-    (wide, *_), _ = answer_batches(rows, states, answers, budget=1, multiple=128)
-    assert wide.ids.shape == (1, 128)
-
+# ---- how much is read at once ----
 
 @pytest.mark.parametrize('method', ['packed', 'tree', 'cache'])
 def test_every_way_of_scoring_keeps_branches_in_the_budget(method):
@@ -349,7 +291,7 @@ def test_measuring_leaves_no_trace(qwen):
 
 # ---- both at once, and over ranks ----
 
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 @given(works(), st.integers(0, 2 ** 20), st.sampled_from([1, 50, 16384]))
 def test_one_forward_for_tokens_and_golds(exact, work, seed, budget):
     (ids, lengths), states, answers = work
@@ -359,12 +301,8 @@ def test_one_forward_for_tokens_and_golds(exact, work, seed, budget):
     same(logp, token_logps(exact, ids, trained, .6).detach(), 1e-5)   # token_logps speaks float32
     same(scores, plain(exact, *work), 1e-9)
     batches, counts = answer_batches(work[0], states, answers, budget, trained=trained)
-    parts = [[
-        batch_logps(exact, b, .6) if i % 2 == rank else torch.zeros(len(b.target)).double()
-        for i, b in enumerate(batches)
-    ]
-             for rank in (0, 1)]
-    again, summed = gather_scores(batches, [a + b for a, b in zip(*parts)], counts, trained)
+    read = lambda i, rank: batch_logps(exact, batches[i], .6) if i % 2 == rank else 0.
+    again, summed = gather_scores(batches, [read(i, 0) + read(i, 1) for i in range(len(batches))], counts, trained)
     assert_close(again.to(logp.dtype), logp)
     assert_close(summed.sums.to(scores.sums.dtype), scores.sums, equal_nan=True)
 
@@ -373,62 +311,45 @@ def test_one_forward_for_tokens_and_golds(exact, work, seed, budget):
 
 def test_what_does_not_fit_is_missing_and_counted(qwen):
     rows, states, answers = fixed()
-    sums = scored(qwen, rows, states, answers)
-    for limit in (12, 20, 33):
+    sums, fits = answer_logps(qwen, rows, states, answers, 'packed').sums, {}
+    for limit in (12, 33):
+        fits[limit] = torch.zeros(sums.shape, dtype=torch.bool)
+        for n, golds in enumerate(answers):
+            for m, gold in enumerate(golds):
+                fits[limit][n, :, m] = (states[n, :, 0] >= 0) & (states[n, :, 1] + 1 + gold.end <= limit)
         for method in ('packed', 'cache'):
             scores = answer_logps(qwen, rows, states, answers, method, max_length=limit)
-            fits = torch.zeros(sums.shape, dtype=torch.bool)
-            for n, golds in enumerate(answers):
-                for m, gold in enumerate(golds):
-                    fits[n, :, m] = (states[n, :, 0] >= 0) & (states[n, :, 1] + 1 + gold.end <= limit)
-            same(scores, torch.where(fits, sums, math.nan))
-            assert scores.missing == (~sums.isnan() & ~fits).sum() > 0
+            same(scores, torch.where(fits[limit], sums, math.nan))
+            assert scores.missing == (~sums.isnan() & ~fits[limit]).sum() > 0
             assert (scores.tokens[~sums.isnan()] > 0).all()           # missing, not absent
-    same(answer_logps_separate(qwen, rows, states, answers, max_length=33), torch.where(fits, sums, math.nan))
+    same(answer_logps_separate(qwen, rows, states, answers, max_length=33), torch.where(fits[33], sums, math.nan))
 
 
 def test_the_context_is_the_models_own():
     model, (rows, states, answers) = make(max_position_embeddings=32), fixed()
     assert answer_logps(model, rows, states, answers).missing == 1    # 30 ids and a gold that ends at 5
+    longest = lambda end: [answers[0], [AnswerTemplate(range(40), 30, end)], answers[2]]
     for score in (answer_logps, answer_logps_separate):
         for end in (40, 32):                                          # the second leaves no room for a state of one id
             with pytest.raises(ValueError, match=f'gold 0 of trajectory 1 takes {end} ids .* context of 32'):
-                score(model, rows, states, [answers[0], [AnswerTemplate(range(40), 30, end)], answers[2]])
-    assert answer_logps(model, rows, states, [answers[0], [AnswerTemplate(range(40), 30, 31)], answers[2]]).sums[1, 0,
-                                                                                                                 0] < 0
+                score(model, rows, states, longest(end))
+    assert answer_logps(model, rows, states, longest(31)).sums[1, 0, 0] < 0
 
 
-@pytest.mark.parametrize('edit, message', [
-    (lambda r, s, a: (r, s, a[:2]), 'lists'),
-    (lambda r, s, a: (r, s[..., 0], a), r'\(N, S, 2\)'),
-    (lambda r, s, a: (r, s.float(), a), 'integers'),
-    (lambda r, s, a: ((r[0], r[1][:2]), s, a), r'lengths \(R,\)'),
-    (lambda r, s, a: (r, s + torch.tensor([0, 1]), a), 'trajectory 0'),
-    (lambda r, s, a: (r, s + torch.tensor([9, 0]), a), 'token'),
-    (lambda r, s, a: (r, torch.where(s == 0, -1, s) * torch.tensor([0, 1]), a), 'token')],
-    ids=['answers', 'axes', 'float', 'lengths', 'beyond', 'row', 'before'])
-def test_what_does_not_fit_together_is_refused(qwen, edit, message):
-    with pytest.raises(ValueError, match=message):
-        answer_logps(qwen, *edit(*fixed()))
-
-
-def test_settings_are_refused(qwen):
-    rows, states, answers = fixed()
-    with pytest.raises(ValueError, match="'fast'"):
-        answer_logps(qwen, rows, states, answers, method='fast')
-    with pytest.raises(ValueError, match='trained'):
-        joint_logps(qwen, rows, rows[0], states, answers)
+def test_what_does_not_fit_together_is_refused(qwen):
+    r, s, a = fixed()
+    for given, message in (((r, s, a[:2]), 'lists'), ((r, s[..., 0], a), r'\(N, S, 2\)'), ((r, s.float(), a), 'integers'),
+                           (((r[0], r[1][:2]), s, a), r'lengths \(R,\)'), ((r, s + torch.tensor([0, 1]), a), 'trajectory 0'),
+                           ((r, s + torch.tensor([9, 0]), a), 'token'),
+                           ((r, torch.where(s == 0, -1, s) * torch.tensor([0, 1]), a), 'token')):
+        with pytest.raises(ValueError, match=message): answer_logps(qwen, *given)
+    with pytest.raises(ValueError, match="'fast'"): answer_logps(qwen, r, s, a, method='fast')
+    with pytest.raises(ValueError, match='trained'): joint_logps(qwen, r, r[0], s, a)
     for bad in ((0, 0), (2, 1), (0, 4), (-1, 2)):
-        with pytest.raises(ValueError, match='least'):
-            AnswerTemplate([1, 2, 3], *bad)
-
-
-def test_nothing_to_score(qwen):
-    rows, states, answers = fixed()
-    nowhere = answer_logps(qwen, rows, torch.full_like(states, -1), answers)
-    assert nowhere.sums.shape == (3, 3, 3) and nowhere.sums.isnan().all() and nowhere.missing == 0 and (nowhere.tokens
-                                                                                                        == 0).all()
-    assert answer_logps(qwen, rows, states, [[], [], []]).sums.shape == (3, 3, 0)
+        with pytest.raises(ValueError, match='least'): AnswerTemplate([1, 2, 3], *bad)
+    nowhere = answer_logps(qwen, r, torch.full_like(s, -1), a)                              # nothing to score is fine
+    assert nowhere.sums.shape == (3, 3, 3) and nowhere.sums.isnan().all() and not nowhere.tokens.any()
+    assert nowhere.missing == 0 and answer_logps(qwen, r, s, [[], [], []]).sums.shape == (3, 3, 0)
 
 
 # ---- where a gold's tokens are ----
@@ -439,8 +360,8 @@ def bpe():
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
     core = Tokenizer(models.BPE())
-    core.pre_tokenizer, core.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False,
-                                                                use_regex=False), decoders.ByteLevel()
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    core.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(vocab_size=300, initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
                                   show_progress=False)
     core.train_from_iterator(['>Rome<', '>Rome<', '>Ro', '"Rome"', 'San José', 'ome<', 'é.</'] * 3, trainer)
@@ -448,20 +369,16 @@ def bpe():
                                    additional_special_tokens=['<|im_start|>'])
 
 
-@settings(deadline=None, max_examples=150)
-@given(
-    st.text('<answer>Rome. é"San\n', max_size=8),
-    st.text('Rome é"San José.<', min_size=1, max_size=8).filter(str.strip),
-    st.sampled_from(['', '</answer>', '<', '. ']),
-)
+@settings(max_examples=100)
+@given(st.text('<answer>Rome. é"San\n', max_size=8),
+       st.text('Rome é"San José.<', min_size=1, max_size=8).filter(str.strip),
+       st.sampled_from(['', '</answer>', '<', '. ']))
 def test_a_gold_is_the_fewest_tokens_that_hold_it(bpe, before, gold, after):
     found = answer_ids(bpe, before, gold, after)
     ids = bpe(before + gold + after, add_special_tokens=False).input_ids
     assert list(found.ids) == ids                                     # the text is encoded once, as a whole
-    spelled = [bytes_of(bpe, i) for i in ids]
     ends = [0]
-    for piece in spelled:
-        ends.append(ends[-1] + len(piece))
+    for i in ids: ends.append(ends[-1] + len(bytes_of(bpe, i)))
     first, last = len(before.encode()), len((before + gold).encode())
     overlap = [i for i in range(len(ids)) if ends[i] < last and ends[i + 1] > first]
     assert (found.start, found.end) == (overlap[0], overlap[-1] + 1)
@@ -478,20 +395,15 @@ ASCII = {**{chr(b): b for b in range(33, 127)}, 'Ġ': 32, 'Ċ': 10}           # 
 def test_golds_that_cannot_be_encoded_are_refused(bpe):
     from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
-    for gold in ('', ' ', '\n\t'):
-        with pytest.raises(ValueError, match='tokens'):
-            answer_ids(bpe, '<answer>', gold, '</answer>')
     core = Tokenizer(models.WordLevel({'a': 0, 'b': 1, '?': 2}, unk_token='?'))
     core.pre_tokenizer, core.normalizer = pre_tokenizers.WhitespaceSplit(), normalizers.Replace('~', '')
     words = PreTrainedTokenizerFast(tokenizer_object=core, unk_token='?')
     # an unknown word beside it does no harm
     assert answer_ids(words, 'x ', 'a b', ' x') == AnswerTemplate([2, 0, 1, 2], 1, 3)
-    with pytest.raises(ValueError, match='tokens'):
-        answer_ids(words, 'a ', '~', ' b')                            # the tokenizer drops it
-    with pytest.raises(ValueError, match='word'):
-        answer_ids(words, 'a ', 'b c')
-    with pytest.raises(TypeError, match='fast'):
-        answer_ids(object(), 'a', 'b')
+    for tokenizer, given, error, said in ((bpe, ('<answer>', '\n\t', '</answer>'), ValueError, 'tokens'),
+                                          (words, ('a ', '~', ' b'), ValueError, 'tokens'),  # the tokenizer drops it
+                                          (words, ('a ', 'b c'), ValueError, 'word'), (object(), 'ab', TypeError, 'fast')):
+        with pytest.raises(error, match=said): answer_ids(tokenizer, *given)
 
 
 # ---- from rollouts ----
@@ -500,16 +412,13 @@ def conversation(chat, question, turns):
     "A trajectory of given turns (what the model says, what it is told or None), in a tokenizer's ids."
     made = []
     for said, told in turns:
-        ids = chat.encode(said)
-        made.append(
-            Turn('tool' if told else 'answer', ids, [-1.] * len(ids),
-                 chat.observation_ids(told) if told else (), said, told or ''))
+        ids, shown = chat.encode(said), chat.observation_ids(told) if told else ()
+        made.append(Turn('tool' if told else 'answer', ids, [-1.] * len(ids), shown, said, told or ''))
     return Trajectory(question, chat.prompt_ids(question.text), made, Stop.ANSWER, 'Rome')
 
 
 @pytest.mark.parametrize('role', ['user', None])
-@pytest.mark.parametrize('schema', [*SCHEMAS, Schema('\n<{tag}> ', ' </{tag}>')], ids=str)
-def test_state_and_template_together_are_the_conversation(role, schema):
+def test_state_and_template_together_are_the_conversation(role):
     "What is scored reads as if the model had answered there, in the chat template's own words."
     tokenizer = byte_tokenizer()
     chat = Chat(Protocol('p', response_role=role, answer_tag='final'), tokenizer)
@@ -517,99 +426,81 @@ def test_state_and_template_together_are_the_conversation(role, schema):
     t = conversation(chat, question, [('I look. <tool_call>x</tool_call>', 'It is Rome.'),
                                       ('So. <final>Rome</final>', None)])
     groups = [Group(question, [t, t])]
-    header = answer_header(chat)
-    layout = pack(groups, prefix=len(chat.encode(header)))
-    states, answers = acting_states(layout.states, layout.turn_mask), gold_templates(chat, groups, schema)
-    assert [len(golds) for golds in answers] == [2, 2] and (states[:, 2] == -1).all()
-    shape = SCHEMAS[schema] if isinstance(schema, str) else schema
-    for s, said in enumerate(
-        ['', chat.tokenizer.decode(chat.encode(t.turns[0].action_text) + list(t.turns[0].observation_ids))]):
-        row, position = states[0, s].tolist()
-        for gold, text in zip(answers[0], ('Rome', 'the city of Rome')):
-            read = tokenizer.decode([*layout.ids[row, :position + 1].tolist(), *gold.ids])
-            own = {'tag': 'final', 'open': '<final> ', 'close': ' </final>'}      # no example in its prompt: one blank
-            wanted = tokenizer.decode(chat.prompt_ids('Where?')) + said
-            wanted += shape.before.format(**own) + text + shape.after.format(**own)
-            assert read == wanted and tokenizer.decode(gold.ids[gold.start:gold.end]) == text
+    layout = pack(groups, prefix=len(chat.encode(answer_header(chat))))
+    states = acting_states(layout.states, layout.turn_mask)
+    prompt, turn = chat.prompt_ids('Where?'), chat.encode(t.turns[0].action_text) + list(t.turns[0].observation_ids)
+    own = {'tag': 'final', 'open': '<final> ', 'close': ' </final>'}              # no example in its prompt: one blank
+    for schema in (*SCHEMAS, Schema('\n<{tag}> ', ' </{tag}>')):
+        answers = gold_templates(chat, groups, schema)
+        assert [len(golds) for golds in answers] == [2, 2] and (states[:, 2] == -1).all()
+        shape = SCHEMAS[schema] if isinstance(schema, str) else schema
+        for (row, position), context in zip(states[0].tolist(), (prompt, prompt + turn)):
+            for gold, text in zip(answers[0], ('Rome', 'the city of Rome')):
+                read = tokenizer.decode([*layout.ids[row, :position + 1].tolist(), *gold.ids])
+                wanted = tokenizer.decode(context) + shape.before.format(**own) + text + shape.after.format(**own)
+                assert read == wanted and tokenizer.decode(gold.ids[gold.start:gold.end]) == text
 
 
-@pytest.mark.parametrize('name', PROTOCOLS)
-def test_a_teacher_reads_the_answer_form_that_the_prompt_teaches(name):
+def test_a_teacher_reads_the_answer_form_that_the_prompt_teaches():
     "With the blank of the prompt's own example; a protocol that boxes its answers boxes the gold."
-    protocol, tokenizer = PROTOCOLS[name], byte_tokenizer()
-    chat, group = Chat(protocol, tokenizer), example_group()
-    gold = gold_templates(chat, [group], 'tips')[0][0]
-    before = tokenizer.decode(gold.ids[:gold.start]).removeprefix(answer_header(chat))
-    taught = f'{protocol.system or ""} {protocol.user}'
-    if protocol.answer_tag is None: assert before == '\\boxed{'
-    elif name == 'igpo': assert before == '<answer>' and '<answer>the answer alone</answer>' in taught
-    else: assert before == '<answer> ' and (name == 'tiny' or re.search(r'<answer> \w+ </answer>', taught))
-    assert parse(protocol, tokenizer.decode(gold.ids).removeprefix(answer_header(chat)) +
-                 answer_form(protocol)[1]).answer == 'Budapest'
-    mine = gold_templates(chat, [group], ['Answer: ', '.'])[0][0]
-    assert tokenizer.decode(mine.ids) == f'{answer_header(chat)}Answer: Budapest.'
+    tokenizer, group = byte_tokenizer(), example_group()
+    for name, protocol in PROTOCOLS.items():
+        chat = Chat(protocol, tokenizer)
+        text = lambda ids: tokenizer.decode(ids).removeprefix(answer_header(chat))
+        gold = gold_templates(chat, [group], 'tips')[0][0]
+        before, taught = text(gold.ids[:gold.start]), f'{protocol.system or ""} {protocol.user}'
+        if protocol.answer_tag is None: assert before == '\\boxed{'
+        elif name == 'igpo': assert before == '<answer>' and '<answer>the answer alone</answer>' in taught
+        else: assert before == '<answer> ' and (name == 'tiny' or re.search(r'<answer> \w+ </answer>', taught))
+        assert parse(protocol, text(gold.ids) + answer_form(protocol)[1]).answer == 'Budapest'
+        assert text(gold_templates(chat, [group], ['Answer: ', '.'])[0][0].ids) == 'Answer: Budapest.'
 
 
 def test_templates_are_refused_by_name():
     chat, group = Chat(PROTOCOLS['tspo'], byte_tokenizer()), example_group()
     for unknown in ('carl', ['<{tag}>'], ('a', 1), None):
-        with pytest.raises(ValueError, match="'igpo'"):
-            gold_templates(chat, [group], unknown)
+        with pytest.raises(ValueError, match="'igpo'"): gold_templates(chat, [group], unknown)
     with pytest.raises(ValueError, match="'carl'"):
         gold_templates(Chat(PROTOCOLS['carl'], byte_tokenizer()), [group], 'igpo')
-    with pytest.raises(ValueError, match="'casablanca'"):
-        gold_templates(chat, [dataclasses.replace(group, question=dataclasses.replace(group.question, answers=[]))])
-    with pytest.raises(ValueError, match="'casablanca'"):
-        gold_templates(
-            chat,
-            [dataclasses.replace(group, question=dataclasses.replace(group.question, answers=['Budapest', ' ']))])
-
-
-# ---- the words of an agent ----
-
-def written(chat, schema='own', **question):
-    "The text of a gold in its schema, after the generation prefix, for the running example's question with changes."
-    group = example_group()
-    group = dataclasses.replace(group, question=dataclasses.replace(group.question, **question))
-    template = gold_templates(chat, [group], schema)[0][0]
-    assert 'Budapest' in chat.tokenizer.decode(template.ids[template.start:template.end])
-    return chat.tokenizer.decode(template.ids).removeprefix(answer_header(chat))
+    for answers in ([], ['Budapest', ' ']):
+        question = dataclasses.replace(group.question, answers=answers)
+        with pytest.raises(ValueError, match="'casablanca'"):
+            gold_templates(chat, [dataclasses.replace(group, question=question)])
 
 
 def test_the_papers_protocols_have_the_papers_words():
     "IGPO and TIPS section 3.2, typed from the papers; elsewhere the answer form of the prompt."
-    igpo, tips = (Chat(PROTOCOLS[name], byte_tokenizer()) for name in ('igpo', 'tips'))
+    def written(name, schema='own'):
+        chat = Chat(PROTOCOLS[name], byte_tokenizer())
+        ids = gold_templates(chat, [example_group()], schema)[0][0].ids
+        return chat.tokenizer.decode(ids).removeprefix(answer_header(chat))
     sentence = "<think>Now there's enough information to answer</think><answer>Budapest</answer>"
-    assert written(igpo) == written(igpo, 'igpo') == sentence == written(tips, 'igpo')
-    assert written(tips) == written(tips, 'tips') == '<answer> Budapest'
+    assert written('igpo') == written('igpo', 'igpo') == sentence == written('tips', 'igpo')
+    assert written('tips') == written('tips', 'tips') == '<answer> Budapest'
     for name in PROTOCOLS.keys() - {'igpo'}:
         if 'tiny' not in name: assert read_schema('own', PROTOCOLS[name]) == read_schema('tips'), name
 
 
 def test_a_schema_is_refused_or_warned_about_before_anything_is_scored():
     words, tiny = load_tokenizer(str(Path(__file__).parents[2] / 'data' / 'tiny_base')), PROTOCOLS['tiny']
-    assert schema_warning('own', tiny, words) == schema_warning('tips', tiny, words) == ''
     said = schema_warning('igpo', tiny, words)
     lost = ['Now', 'there', 's', 'enough', 'information', 'to', 'answer']
-    assert f'no words for {", ".join(map(repr, lost))},' in said and 'gold_schema' in said
-    assert schema_warning('igpo', tiny, byte_tokenizer()) == schema_warning('igpo', tiny) == ''
+    assert f'no words for {", ".join(map(repr, lost))},' in said and schema_warning('igpo', tiny) == ''
     for schema in ('igpo', 'bare'):
-        with pytest.raises(ValueError, match="'carl-tiny'"):
-            schema_warning(schema, PROTOCOLS['carl-tiny'])
+        with pytest.raises(ValueError, match="'carl-tiny'"): schema_warning(schema, PROTOCOLS['carl-tiny'])
     for bad in ('<think> {relation} ', '{}{question} '):
-        with pytest.raises(ValueError, match='placeholders'):
-            schema_warning([bad, ''], tiny)
-    with pytest.raises(ValueError, match='gold_schema'): Protocol('p', gold_schema='{open}')
-    with pytest.raises(ValueError, match='gold_schema'): Protocol('p', gold_schema=('{open}',))
+        with pytest.raises(ValueError, match='placeholders'): schema_warning([bad, ''], tiny)
+    for bad in ('{open}', ('{open}',)):
+        with pytest.raises(ValueError, match='gold_schema'): Protocol('p', gold_schema=bad)
 
 
-@pytest.mark.parametrize('method', ['packed', 'cache'])
-def test_a_model_that_gives_nan_scores_nothing_and_says_so(method):
-    "Its golds read as not scored, so that a damaged teacher's rollouts were missing without a word."
-    model = make()
+def test_a_model_that_gives_nan_scores_nothing_and_says_so():
+    "Else a damaged teacher's golds would read as missing."
+    model, work = make(), fixed()
     model.config.name_or_path = 'models/broken'
     model.model.norm.weight.data[0] = math.nan
-    work = fixed()
-    for ask in (lambda: answer_logps(model, *work, method=method),
-                lambda: joint_logps(model, work[0], torch.zeros_like(work[0][0]).bool(), *work[1:], method=method)):
-        with pytest.raises(ValueError, match="'models/broken'"): ask()
+    nothing = torch.zeros_like(work[0][0]).bool()
+    for method in ('packed', 'cache'):
+        with pytest.raises(ValueError, match="'models/broken'"): answer_logps(model, *work, method=method)
+        with pytest.raises(ValueError, match="'models/broken'"):
+            joint_logps(model, work[0], nothing, *work[1:], method=method)

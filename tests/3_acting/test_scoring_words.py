@@ -123,8 +123,6 @@ def test_a_run_is_taught_by_a_model_of_another_family(tmp_path):
     assert (log.mean_abs_shaping > 0).all() and (log.seconds_teacher > 0).all()
 
 
-# ---- who ends a message that calls ----
-
 def test_the_end_of_a_message_is_the_models_own_where_that_is_set():
     "By default generation stops at the call, and the token behind it is the template's; else it is sampled."
     chat = Chat(PROTOCOLS['tspo'], byte_tokenizer(CHATML))

@@ -34,8 +34,7 @@ SHORT = dict(model=str(ROOT / 'data' / 'tiny_base'), steps=4, eval_every=2, ques
              world={'size': 200}, threads=1, track='')
 DROPPING = {**SHORT, 'lora': {'r': 4, 'lora_dropout': .2}}
 LEARNER = dict(learner='deepspeed', stage=2) if importlib.util.find_spec('deepspeed') else {}
-needs_peft = pytest.mark.skipif(not importlib.util.find_spec('peft'), reason='peft is not installed: pip install '
-                                                                             'credit_rl[train]')
+needs_peft = pytest.mark.skipif(not importlib.util.find_spec('peft'), reason='no peft: pip install credit_rl[train]')
 
 context = multiprocessing.get_context('forkserver')
 context.set_forkserver_preload(['credit_rl.train', 'transformers.models.qwen2.modeling_qwen2'])
@@ -65,8 +64,6 @@ def assert_same(a, b):
     assert {**one, 'seconds': 0} == {**other, 'seconds': 0}
 
 
-# ---- mini-batches ----
-
 def test_each_epoch_deals_all_trajectories_out_anew(monkeypatch):
     "Two mini-batches of four, twice: other fours in the second epoch, and no trajectory in two of them."
     group, drawn, cut = example_group(), [], learning.update_tensors
@@ -81,8 +78,6 @@ def test_each_epoch_deals_all_trajectories_out_anew(monkeypatch):
     assert sorted(first) != sorted(second)                            # whichever comes first
 
 
-# ---- dropout ----
-
 @pytest.mark.long
 @needs_peft
 def test_a_run_with_dropout_repeats_itself_and_is_resumed(tmp_path):
@@ -94,8 +89,6 @@ def test_a_run_with_dropout_repeats_itself_and_is_resumed(tmp_path):
     assert_same(whole, resumed)
     assert same_metrics(whole, sit(tmp_path / 'without', {**settings, 'lora': {'r': 4}})) != []   # it does drop
 
-
-# ---- models that are only read ----
 
 def quiet(folder, settings):
     "The folder of a run that this process made."
@@ -115,14 +108,6 @@ def test_additions_switched_off_are_a_second_model(tmp_path, monkeypatch):
     second = quiet(tmp_path / 'second', settings)
     assert len(loaded) == 4                                           # the policy, its reference, its teacher
     assert same_metrics(off, second, 1e-6) == [] and read_metrics(off).kl.max() > 1e-4
-
-
-@needs_peft
-def test_a_policy_with_additions_teaches_itself():
-    layout, golds = pack([example_group()]), [[AnswerTemplate((3, 4, 5), 1, 3)]] * 3
-    learner = Learner(adapted(0, 100), frozen=FrozenModels(teacher_every=2))
-    seen = learner.evaluate(layout, Needs(gold=Golds(), teacher=Golds()), {'gold': golds, 'teacher': golds})
-    torch.testing.assert_close(seen.teacher_logp, seen.gold_logp, atol=1e-5, rtol=0, equal_nan=True)
 
 
 @needs_peft
@@ -149,27 +134,22 @@ def offloading(names, **how):
     return learner, places
 
 
-@pytest.mark.parametrize(
-    'names', [[], ['reference'], ['reference', 'teacher']], ids=lambda names: '+'.join(names) or 'none'
-)
-def test_offloaded_models_are_on_the_device_only_while_they_read(names):
-    "They say the same, refreshed and restored too, from a copy that is made for it; afterwards each lies where it lay."
+def test_an_offloaded_model_is_on_the_device_only_while_it_reads():
+    "A teacher says the same, refreshed and restored too, from a copy that is made for it; afterwards it lies where it lay."
     layout, golds = pack([example_group()]), [[AnswerTemplate((3, 4, 5), 1, 3)]] * 3
     credit = Credit(to_tokens(torch.tensor([[1.], [-.5], [-.5]]).expand(3, 4), layout.token_turns))
-    (learner, places), (plain, _) = offloading(names), offloading([])
+    (learner, places), (plain, _) = offloading(['teacher']), offloading([])
     lay = {who: [p.data_ptr() for p in getattr(learner, who).parameters()] for who in ('reference', 'teacher')}
+    needs = Needs(logp=True, teacher=Golds(), ref_logp=True)
     for step in range(1, 4):
-        seens = [
-            which.evaluate(layout, Needs(logp=True, teacher=Golds(), ref_logp=True), {'teacher': golds})
-            for which in (learner, plain)
-        ]
-        assert torch.equal(seens[0].ref_logp, seens[1].ref_logp) and torch.equal(seens[0].teacher_logp.nan_to_num(),
-                                                                                 seens[1].teacher_logp.nan_to_num())
+        seens = [which.evaluate(layout, needs, {'teacher': golds}) for which in (learner, plain)]
+        assert torch.equal(seens[0].ref_logp, seens[1].ref_logp)
+        assert torch.equal(seens[0].teacher_logp.nan_to_num(), seens[1].teacher_logp.nan_to_num())
         for which, seen in zip((learner, plain), seens):
             which.step(layout, seen, credit)
             which.tick(step)
     for who in ('reference', 'teacher'):
-        assert places[who] and set(places[who]) == {who not in names}
+        assert places[who] and set(places[who]) == {who == 'reference'}
         assert [p.data_ptr() for p in getattr(learner, who).parameters()] == lay[who]
 
 
@@ -192,17 +172,12 @@ def test_a_run_may_offload_from_its_next_sitting_on(tmp_path):
     assert not (tmp_path / 'no').exists()
 
 
-# ---- a critic on the policy's backbone ----
-
 # the model, and what of it lies beyond the backbone
-BEYOND = {
-    'output embeddings of its own': (lambda: model(0, 100), {'lm_head.weight'}),
-    'tied embeddings': (lambda: model(0, 100, True), set()),
-    **({'additions': (lambda: adapted(0, 100), set()),
-        'additions to the output embeddings': (
-            lambda: adapted(0, 100, ['q_proj', 'lm_head']),
-            {f'lm_head.lora_{x}.default.weight' for x in 'AB'})} if importlib.util.find_spec('peft') else {})
-}
+BEYOND = {'output embeddings of its own': (lambda: model(0, 100), {'lm_head.weight'}),
+          'tied embeddings': (lambda: model(0, 100, True), set())}
+if importlib.util.find_spec('peft'):
+    BEYOND['additions to the output embeddings'] = (
+        lambda: adapted(0, 100, ['q_proj', 'lm_head']), {f'lm_head.lora_{x}.default.weight' for x in 'AB'})
 
 
 @pytest.mark.parametrize('name', BEYOND)
@@ -257,11 +232,8 @@ def directions(tmp_path_factory):
 def test_a_bad_critic_does_not_turn_its_policy_where_they_step_apart(directions):
     cosine = lambda name: torch.cosine_similarity(directions[name], directions['alone'], dim=0).item()
     apart, together = cosine('apart'), cosine('together')
-    print(f'cosine with the update without a critic: apart {apart:.3f}, together {together:.3f}')
     assert apart > .9 > .5 > together
 
-
-# ---- entropy ----
 
 def test_entropy_is_that_of_the_distributions():
     "Against torch's own Categorical: alone, with log-probabilities, and beside gold answers."
@@ -289,8 +261,6 @@ def test_the_rate_that_is_logged_is_the_last_updates():
     assert logged == pytest.approx([1e-4 * learner.optimiser.share(done) for done in (1, 3)])
     assert {group['lr'] for group in learner.backend.adamw.param_groups} == {logged[-1]}
 
-
-# ---- bfloat16 ----
 
 def stepped(policy, updates, folder=None):
     "A learner at the rate 1e-6 after some updates, and the share of its masters that moved."
@@ -334,24 +304,11 @@ def test_a_second_learner_of_the_same_weights_learns_too():
     assert all(m.grad is None for _, m in first.backend.masters.copies)          # what is another's it did not take
 
 
-def test_weights_in_float32_are_their_own_masters():
-    learner = Learner(model(0, 100))
-    assert not learner.backend.masters.copies
-    held = [p for g in learner.backend.adamw.param_groups for p in g['params']]
-    assert {id(p) for p in held} == {id(p) for p in learner.scorer.parameters()}
-
-
-class Harm:
-    "What a stranger's file might hold: whoever reads it calls a function of his choice."
-    def __init__(self, mark): self.mark = mark
-    def __reduce__(self): return os.mkdir, (str(self.mark), )
-
-
 def test_a_strangers_checkpoint_runs_nothing(tmp_path):
     honest = Learner(model(0, 100))
     honest.save(tmp_path)
     held = torch.load(tmp_path / 'learner.pt', weights_only=True)
-    torch.save({**held, 'more': Harm(tmp_path / 'harm')}, tmp_path / 'learner.pt')
+    torch.save({**held, 'more': deepspeed_steps.Harm(str(tmp_path / 'harm'))}, tmp_path / 'learner.pt')
     for read in (honest.restore, learning.saved_policy):
         with pytest.raises(ValueError, match='program'): read(tmp_path)
     assert not (tmp_path / 'harm').exists() and 'TORCH_FORCE_WEIGHTS_ONLY_LOAD' not in os.environ
@@ -360,22 +317,18 @@ def test_a_strangers_checkpoint_runs_nothing(tmp_path):
 
 
 def test_a_checkpoint_that_lost_its_end_is_told(tmp_path):
-    "At places throughout its last kilobyte, and almost all of it; torch's own words are 'Invalid argument' and others."
+    "Torch's own words are 'Invalid argument' and others."
     path = tmp_path / 'learner.pt'
     torch.save({'scorer': {'model.w': torch.zeros(1000)}, 'more': list(range(100))}, path)
     whole = path.read_bytes()
-    for lost in [*range(1, 1025, 31), len(whole) - 30, len(whole)]:
+    for lost in (1, 300, 1000, len(whole) - 30, len(whole)):
         path.write_bytes(whole[:-lost])
-        with pytest.raises(ValueError, match='resume=True'):
-            learning.saved_policy(tmp_path)
+        with pytest.raises(ValueError, match='resume=True'): learning.saved_policy(tmp_path)
     path.unlink()
     with pytest.raises(FileNotFoundError): learning.saved_policy(tmp_path)
 
 
-# ---- updates that are left out, and questions that a step asks twice ----
-
 def test_skipping_ends_after_some_updates_in_a_row_with_their_count(monkeypatch):
-    "It went on for ever: a run of NaNs from the first step to the last."
     layout = pack([example_group()])
     learner = Learner(model(0, 100), optimiser=Optimiser(minibatches=1, on_bad_step='skip'))
     credit = Credit(to_tokens(torch.tensor([[1.], [-.5], [-.5]]).expand(3, 4), layout.token_turns))

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 from credit_rl.engine import ScriptedEngine
 from credit_rl.outcome import outcome_rewards
@@ -30,7 +30,6 @@ rollouts = st.lists(st.tuples(st.lists(st.integers(0, SITUATIONS - 1), min_size=
                               st.sampled_from([0., 1., math.nan])), min_size=1, max_size=12)
 
 
-@settings(deadline=None)
 @given(rollouts, rollouts)
 def test_a_situation_is_worth_the_mean_of_the_rollouts_that_were_in_it(now, before):
     earned, wide = defaultdict(list), lambda rows: torch.tensor([[*r, *[-1] * (4 - len(r))] for r, _ in rows])

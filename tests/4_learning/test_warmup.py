@@ -24,11 +24,11 @@ def test_each_check_alone_fails_the_gate_by_what_it_says(name):
     bad = dict(auc=[.1, .9], sign_accuracy=[[-.1, 1]], explained_variance=[1., 0.])
     pick = lambda n: (bad if n == name else good)[n]
     report = gate(pick('auc'), [2, 1], pick('sign_accuracy'), pick('explained_variance'), [0., 1.])
-    assert not report.passed and set(
-        report.failed) == {name} and f'FAILED: {name} by {report.failed[name]:.3f}' in str(report)
+    assert not report.passed and set(report.failed) == {name}
+    assert f'FAILED: {name} by {report.failed[name]:.3f}' in str(report)
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=60), st.data())
 def test_draws_are_even(clusters, data):
     "No cluster is drawn twice more often than another that still had items; nothing is drawn twice."
@@ -42,73 +42,53 @@ def test_draws_are_even(clusters, data):
 PASSES, FAILS = GateReport(.9, .9, .9, .9, .9, (1, 1)), GateReport(.1, .9, .9, .9, .9, (1, 1))
 
 
-@pytest.mark.parametrize(
-    'how, passes, sat',
-    [
-        ((200, 60, 25), lambda step: True, [0, 25, 50, 75]),
-        ((200, 50, 25), lambda step: True, [0, 25, 50]),
-        ((200, 60, 25), lambda step: step != 75, [0, 25, 50, 75, 100]),
-        ((70, 60, 25), lambda step: True, [0, 25, 50, 70]),
-        ((200, 0, 25), lambda step: True, [0]),
-        ((100, 60, 25), lambda step: step < 60, None),
-    ],
-)
+@pytest.mark.parametrize('how, passes, sat', [
+    ((200, 60, 25), lambda step: True, [0, 25, 50, 75]), ((200, 50, 25), lambda step: True, [0, 25, 50]),
+    ((200, 60, 25), lambda step: step != 75, [0, 25, 50, 75, 100]), ((70, 60, 25), lambda step: True, [0, 25, 50, 70]),
+    ((200, 0, 25), lambda step: True, [0]), ((100, 60, 25), lambda step: step < 60, None)])
 def test_the_first_pass_at_or_after_least_ends_it(monkeypatch, how, passes, sat):
     "A pass before `least` counts for nothing, and `least` need not be a step of an examination."
-    taught = []
+    taught, rows = [], Pairs([[1]], torch.ones(1), torch.zeros(1, dtype=torch.long))
     monkeypatch.setattr(warmup, '_teach', lambda *a: taught.append(a) or 0.)
-    run = lambda: [
-        n for n, _ in warm_up(None, Pairs([[1]], torch.ones(1), torch.zeros(1, dtype=torch.long)), lambda: PASSES
-                              if passes(len(taught)) else FAILS, WarmUp(*how))
-    ]
+    examine = lambda: PASSES if passes(len(taught)) else FAILS
+    run = lambda: [n for n, _ in warm_up(None, rows, examine, WarmUp(*how))]
     if sat is None:
         with pytest.raises(GateFailed, match='pass'): run()
     else: assert run() == sat and len(taught) == sat[-1]
 
 
-# ---- who is asked ----
-
-QUESTIONS = [
-    Question(f'q{i}', f'who directed film {i}' if i % 3 else f'what is {i} plus {i}', ('7', )) for i in range(60)
-]
+QUESTIONS = [Question(f'q{i}', f'who directed film {i}' if i % 3 else f'what is {i} plus {i}', ('7',)) for i in range(60)]
 TIER = torch.tensor([1 + i % 2 for i in range(60)])
 
 
-@pytest.mark.parametrize(
-    'per_tier, drawn', [(5, (5, 5)), ((9, 4), (9, 4)), ([4, 9], (4, 9)), (100, (30, 30)), ((100, 3), (30, 3))]
-)
-def test_so_many_questions_of_each_tier(per_tier, drawn):
-    wanted = CollectionPlan(per_tier=per_tier).wanted
-    chosen = choose_questions(QUESTIONS, TIER, wanted, clusters=2)
-    assert len(set(chosen)) == len(chosen) and tuple((TIER[chosen] == t).sum().item() for t in (1, 2)) == drawn
-    for t, n in zip((1, 2), drawn):  # a third of the questions are sums; half of those drawn, until there are no more
-        sums = sum(QUESTIONS[i].text.startswith('what') for i in chosen if TIER[i] == t)
-        assert abs(sums - min(n / 2, 10)) <= .5
-    assert len(choose_questions(QUESTIONS, TIER, wanted, None)) == min(60, sum(wanted))
+def test_so_many_questions_of_each_tier():
+    for per_tier, drawn in ((5, (5, 5)), ([4, 9], (4, 9)), (100, (30, 30)), ((100, 3), (30, 3))):
+        wanted = CollectionPlan(per_tier=per_tier).wanted
+        chosen = choose_questions(QUESTIONS, TIER, wanted, clusters=2)
+        assert len(set(chosen)) == len(chosen) and tuple((TIER[chosen] == t).sum().item() for t in (1, 2)) == drawn
+        for t, n in zip((1, 2), drawn):  # a third of the questions are sums; half of those drawn, while there are any
+            sums = sum(QUESTIONS[i].text.startswith('what') for i in chosen if TIER[i] == t)
+            assert abs(sums - min(n / 2, 10)) <= .5
+        assert len(choose_questions(QUESTIONS, TIER, wanted, None)) == min(60, sum(wanted))
+    for bad in (0, (3,), (3, 0), (1, 2, 3), 2.5, '8', None):
+        with pytest.raises(ValueError, match='per_tier'): CollectionPlan(per_tier=bad)
 
 
-@pytest.mark.parametrize('per_tier', [0, (3,), (3, 0), (1, 2, 3), 2.5, '8', None])
-def test_what_is_no_number_of_questions(per_tier):
-    with pytest.raises(ValueError, match='per_tier'):
-        CollectionPlan(per_tier=per_tier)
-
-
-@pytest.mark.parametrize('per_tier, said', [((9, 9), None), ((11, 9), 'takes all 11 of Tier 1, of which 11 may be '
-                                                                      'taken: clusters choose nothing there'),
-                                            (50, 'takes all 11 of Tier 1, of which 50 may be taken and all 11 of Tier '
-                                                 '2, of which 50 may be taken: clusters')])
+@pytest.mark.parametrize('per_tier, said', [
+    ((9, 9), None), ((11, 9), 'takes all 11 of Tier 1, of which 11 may be taken: clusters choose nothing there'),
+    (50, 'takes all 11 of Tier 1, of which 50 may be taken and all 11 of Tier 2, of which 50 may be taken: clusters')])
 def test_a_tier_that_is_taken_whole_is_said(per_tier, said):
     world = make_world('dev', seed=3, size=200, questions=12, hops=(1,), competence=Competence(famous=12))
     env = tiny_environment(world, Chat(PROTOCOLS['carl-tiny'], tiny_tokenizer(numbers=True)))
-    engine, lines = ScriptedEngine(lambda text, rng: act_coder(text, rng, NOISY_CODER, memory_of(world)),
-                                   env.chat.tokenizer), []
-    data = collect(Sampler(engine, SamplingParams()), env, [q for q in world.questions if q.meta['parametric']][:11] +
-                   [q for q in world.questions if not q.meta['parametric']][:11],
-                   CollectionPlan(per_tier=per_tier, clusters=3), say=lines.append)
+    player, lines = lambda text, rng: act_coder(text, rng, NOISY_CODER, memory_of(world)), []
+    tiers = [[q for q in world.questions if q.meta['parametric'] is known][:11] for known in (True, False)]
+    plan = CollectionPlan(per_tier=per_tier, clusters=3)
+    data = collect(Sampler(ScriptedEngine(player, env.chat.tokenizer), SamplingParams()), env, sum(tiers, []), plan,
+                   say=lines.append)
     assert lines[0].startswith('22 questions: 11 that it knows')
     assert lines[-1].startswith('told to call, it does in 100% of rollouts of Tier 1 and 100% of rollouts of Tier 2; ')
-    assert [line[:len(said or '')] for line in lines[1:-1]] == ([said] if said else []) and len(data.questions) == sum(
-        min(11, n) for n in CollectionPlan(per_tier=per_tier).wanted)
+    assert [line[:len(said or '')] for line in lines[1:-1]] == ([said] if said else [])
+    assert len(data.questions) == sum(min(11, n) for n in plan.wanted)
 
 
 class Told:
@@ -150,24 +130,17 @@ def test_a_base_that_does_not_call_when_told_to_is_noticed():
 def test_sources_have_clusters_of_their_own():
     """With one cluster each, draws alternate between the sources, though one has three times as many questions; and
     the drawn sums come from both of a source's two clusters."""
-    questions = [
-        Question(f'q{i}', f'who directed film {i}' if i % 2 else f'what is {i} plus {i}', ('7', ),
-                 'a' if i < 45 else 'b') for i in range(60)
-    ]
+    questions = [Question(f'q{i}', f'who directed film {i}' if i % 2 else f'what is {i} plus {i}', ('7',),
+                          'a' if i < 45 else 'b') for i in range(60)]
     tier = torch.tensor([1] * 30 + [2] * 15 + [1] * 15)
-    of = lambda clusters, n: [
-        questions[i]
-        for i in choose_questions(questions, tier, (n, 1), clusters)
-        if tier[i] == 1
-    ]
+    def of(clusters, n):
+        return [questions[i] for i in choose_questions(questions, tier, (n, 1), clusters) if tier[i] == 1]
     assert sorted(q.source for q in of({'a': 1, 'b': 1}, 20)) == ['a'] * 10 + ['b'] * 10
     counts = Counter(q.source + q.text[:3] for q in of({'a': 2, 'b': 1}, 18))
     assert counts['awho'] == counts['awha'] == 6 and counts['bwho'] + counts['bwha'] == 6
     with pytest.raises(ValueError, match='questions'): of({'a': 2}, 5)
     with pytest.raises(ValueError, match='clusters'): CollectionPlan(clusters={'a': 0})
 
-
-# ---- who searches elsewhere ----
 
 ELSEWHERE = 'mayor mayor'  # words that the tiny tokenizer knows, as no page has them
 
@@ -184,29 +157,22 @@ def looked_up():
     "A world of questions that need a search, an environment, one that searches elsewhere, and a coder."
     world = make_world('dev', seed=3, size=200, questions=20, hops=(1, 2), competence=Competence(famous=20))
     env = tiny_environment(world, Chat(PROTOCOLS['carl-tiny'], tiny_tokenizer(numbers=True)))
-    return list(world.questions), env, searching(env, Ranked(ELSEWHERE)), ScriptedEngine(
-        lambda text, rng: act_coder(text, rng, NOISY_CODER, memory_of(world)), env.chat.tokenizer)
+    player = lambda text, rng: act_coder(text, rng, NOISY_CODER, memory_of(world))
+    return list(world.questions), env, searching(env, Ranked(ELSEWHERE)), ScriptedEngine(player, env.chat.tokenizer)
 
 
 def places(data, prompt):
     "What the rollouts of each question searched in under a prompt: dict id -> set of 'there' and 'elsewhere'."
     out = {}
     for g, p in zip(data.groups, data.prompts):
-        seen = {
-            'elsewhere' if ELSEWHERE in turn.observation_text else 'there'
-            for turn in g.trajectories[0].turns
-            if turn.call is not None
-        }
+        seen = {'elsewhere' if ELSEWHERE in turn.observation_text else 'there'
+                for turn in g.trajectories[0].turns if turn.call is not None}
         if p == prompt and seen: out[g.question.id] = out.get(g.question.id, set()) | seen
     return out
 
 
-@pytest.mark.parametrize(
-    'how, share',
-    [({}, 0.3), (dict(other_share=0.5), 0.5), (dict(other_share=1.0), 1.0), (dict(other_share=0.0), 0.0),
-     (dict(collected='random'), 0.0)],
-    ids=['as in the paper', 'half', 'all', 'none', 'random'],
-)
+@pytest.mark.parametrize('how, share', [({}, 0.3), (dict(other_share=1.0), 1.0), (dict(collected='random'), 0.0)],
+                         ids=['as in the paper', 'all', 'random'])
 def test_so_many_questions_are_searched_elsewhere(looked_up, how, share):
     "Three in ten unless told otherwise, wholly so, and the same ones under every prompt."
     questions, env, other, engine = looked_up
@@ -215,14 +181,13 @@ def test_so_many_questions_are_searched_elsewhere(looked_up, how, share):
     forced, optional = places(data, 'forced'), places(data, 'optional')
     assert len(forced) == len(data.questions) == 30 and all(len(where) == 1 for where in forced.values())
     away = {q for q, where in forced.items() if where == {'elsewhere'}}
-    assert len(away) == round(share * 30)
-    assert len(optional) > 15 and all(where == forced[q]
-                                      for q, where in optional.items()) and not places(data, 'direct')
+    assert len(away) == round(share * 30) and len(optional) > 15 and not places(data, 'direct')
+    assert all(where == forced[q] for q, where in optional.items())
     tiers = {q.id: int(t) for q, t in zip(data.questions, data.tier)}
     if 0 < share < 1: assert {tiers[q] for q in away} == {1, 2}
 
 
-@pytest.mark.parametrize('share', [.1, .3, .5, .9])
+@pytest.mark.parametrize('share', [.1, .5])
 def test_a_share_of_the_queries_falls_into_a_hole(share):
     "Those get what ranks behind the best, always the same ones; larger holes hold the smaller ones."
     queries = [f'who directed film {i}' for i in range(3000)]

@@ -26,21 +26,23 @@ from credit_rl.world import make_world
 from gguf_files import small_llama
 
 
+def words_of(folder, questions=24):
+    "The words of a small fine-tuning of the stored base on its own right games."
+    return [f'run={folder / "run"}', 'model=data/tiny_base', 'questions=40', 'dev_questions=6', 'test_questions=6',
+            'threads=1', 'seed=3', f'sft.questions={questions}']
+
+
 def test_the_command_leaves_a_model_that_loads(tmp_path, root, monkeypatch, capsys):
-    "By the file of a training, whose rule plays no part: before, its options were refused, as in the papers' commands."
+    "By the file of a training, whose rule plays no part."
     monkeypatch.chdir(root)
-    main([
-        f'run={tmp_path / "run"}', 'model=data/tiny_base', 'questions=60', 'dev_questions=15', 'test_questions=60',
-        'threads=1', 'seed=3', 'sft.questions=24', 'sft.attempts=8', 'sft.epochs=2', 'sft.learning_rate=1e-3', 'tree=true',
-        'adamw.warmup=9', 'sft.calls=true', 'method=tspo', 'options={alpha: 0.5}'
-    ])
+    main([*words_of(tmp_path), 'sft.attempts=8', 'sft.epochs=2', 'sft.learning_rate=1e-3', 'tree=true',
+          'adamw.warmup=9', 'sft.calls=true', 'method=tspo', 'options={alpha: 0.5}'])
     (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith('not heeded here')]
     assert 'adamw.warmup=9' in line and line.endswith('tree=True')
     summary = json.loads((tmp_path / 'run' / 'summary.json').read_text())
     tiny = PROTOCOLS['tiny']
     assert (summary['protocol'], summary['prompt_hash']) == ('tiny', prompt_hash(tiny))
-    assert summary['method'] == 'sft' and summary['rows'] > 5 and 0 <= summary['final_em'] <= 1 and len(
-        summary['losses']) > 0
+    assert summary['method'] == 'sft' and summary['rows'] > 5 and 0 <= summary['final_em'] <= 1 and summary['losses']
     model, tokenizer = load_model(str(tmp_path / 'run' / 'model'))
     base, _ = load_model('data/tiny_base')
     assert any(not torch.equal(a, b) for a, b in zip(model.parameters(), base.parameters()))
@@ -116,10 +118,8 @@ def test_narrow_forwards_keep_wide_weights(root, played):
 
 
 def test_a_fine_tuning_that_was_ended_begins_anew(tmp_path, root, monkeypatch, capsys):
-    "What a kill leaves was refused with the advice to resume, which was refused as well."
     monkeypatch.chdir(root)
-    words = [f'run={tmp_path / "run"}', 'model=data/tiny_base', 'questions=40', 'dev_questions=6', 'test_questions=6',
-             'threads=1', 'seed=3', 'sft.questions=24', 'sft.attempts=8', 'sft.epochs=1']
+    words = [*words_of(tmp_path), 'sft.attempts=8', 'sft.epochs=1']
     class Killed(BaseException): pass
     def die(*args, **rest): raise Killed
     with monkeypatch.context() as patch:
@@ -138,10 +138,8 @@ def test_a_fine_tuning_that_was_ended_begins_anew(tmp_path, root, monkeypatch, c
 
 
 def test_an_update_whose_gradient_is_not_finite_is_not_taken(tmp_path, root, monkeypatch):
-    "What came out of one that was taken was a model of NaN, and a summary of its score."
     monkeypatch.chdir(root)
-    words = [f'run={tmp_path / "run"}', 'model=data/tiny_base', 'questions=40', 'dev_questions=6', 'test_questions=6',
-             'threads=1', 'seed=3', 'sft.questions=12', 'sft.attempts=6', 'sft.epochs=4']
+    words = [*words_of(tmp_path, 12), 'sft.attempts=6', 'sft.epochs=4']
     update, calls = PlainBackend.update, []
     def third(backend, clip):
         calls.append(backend)
@@ -231,17 +229,17 @@ def test_a_fine_tuning_that_ends_on_its_way_goes_on_to_the_same_weights(shown, t
 @pytest.mark.parametrize('given', [
     {'stage': 3, 'deepspeed': {'zero_optimization': {'stage3_param_persistence_threshold': 0}}},
     pytest.param({'stage': 2, 'lora': {'r': 2}}, marks=pytest.mark.nightly)],
-                         ids=['stage 3, told to end', 'stage 2, low-rank'])
+                         ids=['stage 3', 'stage 2, low-rank, told to end'])
 def test_two_ranks_fine_tune_as_one_process_does(shown, tmp_path, given):
     words, place = shown
     settings = {name: yaml.safe_load(value) for name, value in (word.split('=', 1) for word in words)}
     lora = {'lora': given['lora']} if 'lora' in given else {}
-    how = Imitation(demos=str(place / 'demos'), epochs=6 if lora else 30, batch=2, learning_rate=1e-4)
+    how = Imitation(demos=str(place / 'demos'), epochs=30 if lora else 6, batch=2, learning_rate=1e-4)
     rejection_sft({**settings, **lora, 'run': str(tmp_path / 'one')}, how, say=lambda line: None)
     ranks = {**settings, **given, 'learner': 'deepspeed', 'ranks': 2, 'run': str(tmp_path / 'two')}
     def told(line):
         if line.startswith('update 1 of'): os.kill(os.getpid(), signal.SIGTERM)
-    if not lora:
+    if lora:
         with pytest.raises(SystemExit) as ended: rejection_sft(ranks, how, say=told)
         found, _ = runlog.latest_checkpoint(tmp_path / 'two')
         assert ended.value.code == 128 + signal.SIGTERM and 0 < found

@@ -21,9 +21,8 @@ quiet = lambda line: None
 
 
 def ids(groups):
-    return [[(t.prompt_ids, [(x.action_ids, x.action_logps, x.observation_ids) for x in t.turns])
-             for t in g.trajectories]
-            for g in groups]
+    turns = lambda t: [(x.action_ids, x.action_logps, x.observation_ids) for x in t.turns]
+    return [[(t.prompt_ids, turns(t)) for t in g.trajectories] for g in groups]
 
 
 @pytest.fixture
@@ -69,10 +68,9 @@ def test_each_step_is_played_by_the_weights_before_the_one_it_was_played_in(begu
         assert ids(again) == ids(p.groups)
 
 
-@pytest.mark.parametrize('steps, stale', [(1, [0, 2, 2, 2]), (2, [0, 2, 4, 2])])
-def test_a_policy_that_stands_still_is_the_same_in_step_and_ahead(tmp_path, steps, stale):
+def test_a_policy_that_stands_still_is_the_same_in_step_and_ahead(tmp_path):
     "The same games. Two ahead, the base plays steps 2 and 3, and what step 2 made plays 4 and 5."
-    still = {**AHEAD, 'ahead': steps, 'learning_rate': 1e-12, 'log_steps': 500, 'log_rollouts': 4}
+    still = {**AHEAD, 'ahead': 2, 'learning_rate': 1e-12, 'log_steps': 500, 'log_rollouts': 4}
     train({**still, 'run': str(tmp_path / 'ahead')}, say=quiet)
     train({**still, 'ahead': 0, 'correction': None, 'run': str(tmp_path / 'step')}, say=quiet)
     said = [[[t['action_ids'] for t in row['trajectory']['turns']] for row in read_turns(tmp_path / name)]
@@ -80,15 +78,14 @@ def test_a_policy_that_stands_still_is_the_same_in_step_and_ahead(tmp_path, step
     assert said[0] == said[1] and len(said[0]) > 64
     table, other = (read_metrics(tmp_path / name)[1:] for name in ('ahead', 'step'))
     assert table.reward.equals(other.reward) and table.logp_gap_max.lt(1e-4).all()
-    assert table.stale.tolist() == stale and table.sampler_weight.sub(1).abs().lt(1e-4).all()
+    assert table.stale.tolist() == [0, 2, 4, 2] and table.sampler_weight.sub(1).abs().lt(1e-4).all()
 
 
 @pytest.mark.parametrize('method, more', [
-    ('tips', {'teacher_every': 2}), ('dapo', {'options': {'draws': 3}}),
-    *(pytest.param(name, {}, marks=pytest.mark.nightly) for name in ('carl-like', 'igpo', 'vspo'))])
+    ('tips', {'teacher_every': 2}), pytest.param('dapo', {'options': {'draws': 3}}, marks=pytest.mark.nightly),
+    pytest.param('grpo', {'measure': ['belief', 'entropy']}, marks=pytest.mark.nightly)])
 def test_methods_that_need_the_learner_between(tmp_path, method, more):
     "The first step is that of a run in step; the others' rollouts are older by two updates."
-    if method == 'carl-like': method, more = 'grpo', {'measure': ['belief', 'entropy']}
     settings = {**AHEAD, 'method': method, 'steps': 3, **more}
     again = [('two', {})] * (method == 'dapo')                          # one that draws again
     for name, over in (('one', {}), *again, ('step', {'ahead': 0, 'correction': None, 'recompute': True})):
@@ -105,8 +102,8 @@ def test_methods_that_need_the_learner_between(tmp_path, method, more):
 
 
 @pytest.mark.parametrize('steps, death', [
-    (1, 'in the middle of the rollouts of step 1'), (1, 'while the next step is played'),
-    (3, 'in the middle of the metrics of step 2, before its checkpoint'), (3, 'in the middle of the last rollouts')])
+    (1, 'while the next step is played'), (3, 'in the middle of the metrics of step 2'),
+    pytest.param(3, 'in the middle of the last rollouts', marks=pytest.mark.nightly)])
 def test_a_killed_run_ends_as_if_it_had_not_been(finished, tmp_path, steps, death):
     "Three steps ahead, the checkpoint after step 2 holds steps 3 and 4."
     settings, whole = {**AHEAD, 'ahead': steps, 'run': str(tmp_path / 'killed')}, finished(**{**AHEAD, 'ahead': steps})
@@ -203,20 +200,12 @@ def test_where_the_engine_fails_the_step_does(begun, monkeypatch):
     assert not alive()
 
 
-REFUSED = {
-    'nothing weighs it': (dict(correction=None), "'truncated'"),
-    'a learner in the way': (dict(engine='vllm', vllm={}), 'own_process'),
-    'an engine that sleeps': (dict(engine='vllm', vllm={'own_process': True, 'sleep_level': 1}), 'leave it at 0'),
-    'playing on': (dict(method='vine'), 'vine.*ahead'),
-    'weights in step': (dict(ahead=0), "engine='vllm'"),
-    'no such weights': (dict(correction='trunkated'), "'trunkated'"),
-    'limits the wrong way': (dict(limits=[.5, 2.]), 'low=0.5'),
-}
-
-
-@pytest.mark.parametrize('name', REFUSED)
-def test_what_cannot_work_is_refused_before_any_compute(tmp_path, monkeypatch, name):
-    given, message = REFUSED[name]
+@pytest.mark.parametrize('given, message', [
+    (dict(correction=None), "'truncated'"), (dict(engine='vllm', vllm={}), 'own_process'),
+    (dict(engine='vllm', vllm={'own_process': True, 'sleep_level': 1}), 'leave it at 0'),
+    (dict(method='vine'), 'vine.*ahead'), (dict(ahead=0), "engine='vllm'"), (dict(correction='trunkated'), "'trunkated'"),
+    (dict(limits=[.5, 2.]), 'low=0.5')])
+def test_what_cannot_work_is_refused_before_any_compute(tmp_path, monkeypatch, given, message):
     monkeypatch.setattr(training, 'make_setup', lambda *args: pytest.fail('something was computed'))
     if 'vllm' in given:                # refused by this rule where vLLM can be had
         from credit_rl import settings
@@ -244,18 +233,3 @@ def test_memory_of_both_at_once():
     sizes = Sizes(1000, 2, 8, 16, 8, 4, 50)
     apart, both = (memory(sizes, TrainingPlan(copies=True, acting=100, row_tokens=100, both=x)) for x in (False, True))
     assert both['rank'] == apart['rank'] + apart['keys and values']
-
-
-def test_two_ranks_play_ahead_each_its_share(tmp_path):
-    "DeepSpeed on two ranks: the same numbers as one process."
-    pytest.importorskip('deepspeed')
-    plain = {**AHEAD, 'steps': 3, 'learning_rate': 5e-4}
-    train({**plain, 'run': str(tmp_path / 'one')}, say=quiet)
-    train({**plain, 'learner': 'deepspeed', 'ranks': 2, 'stage': 3, 'run': str(tmp_path / 'two')}, say=quiet)
-    # a norm of hundreds rounds by more than a thousandth
-    assert [line for line in same_metrics(tmp_path / 'one', tmp_path / 'two', 1e-3) if 'grad_norm' not in line] == []
-    one, two = (read_metrics(tmp_path / name).grad_norm.dropna().tolist() for name in ('one', 'two'))
-    assert two == pytest.approx(one, rel=1e-4) and len(one) == 3
-    assert read_metrics(tmp_path / 'two').stale.dropna().tolist() == [0, 2, 2]
-    (played,) = training.read_ahead(latest_checkpoint(tmp_path / 'two')[1] / training.AHEAD_FILE)
-    assert (played.step, played.updates) == (4, 4)

@@ -46,7 +46,7 @@ def one_more(stub, root, folder, lines, judge={}, **more):
     except ConnectionError as e: return str(e)
 
 
-@pytest.mark.parametrize('share, how', [(0, 400), (5, 400), (50, 400), (100, 400), (50, 'I would rather not.')])
+@pytest.mark.parametrize('share, how', [(5, 400), (50, 400), (50, 'I would rather not.')])
 def test_a_step_of_which_too_much_is_missing_is_not_learned_from(share, how, root, tmp_path):
     "Refused or unreadable: a step is learned from if at most a tenth is missing; the fifth in a row ends the run."
     end, lines, _ = run_with(failing(share, how), root, tmp_path / 'run')

@@ -34,7 +34,7 @@ def example(rewards=(1., 0., 0.), **more):
             for i, (t, r) in enumerate(zip(example_group().trajectories, rewards))]
 
 
-@pytest.mark.parametrize('method', ['tspo', 'igpo', 'turn-ppo'])
+@pytest.mark.parametrize('method', [pytest.param('tspo', marks=pytest.mark.nightly), 'igpo', 'turn-ppo'])
 def test_a_run_s_own_credit_comes_out_again(tmp_path, method):
     "From text alone, from the belief that was measured, and from a critic's values."
     more = {'critic_rate': .002, 'critic_backbone_rate': .0005, 'steps': 3} if method == 'turn-ppo' else {}

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from credit_rl import adapters, dumps
+from credit_rl import adapters
 from credit_rl.adapters import Arrays, assign_arrays, estimator, response_arrays, rewards_of_turns, turns_from_mask
 from credit_rl.layout import pack
 from credit_rl.methods import get_method
@@ -79,10 +79,13 @@ def test_skyrl_gets_our_advantages(judged):
     close(advantages, judged.ours)
 
 
-def openrlhf_args(n, use_loss=True, clip=None):
-    "The arguments of OpenRLHF that are read, nested as since 0.11."
-    return SimpleNamespace(algo=SimpleNamespace(kl=SimpleNamespace(use_loss=use_loss)), reward=SimpleNamespace(
+def openrlhf_maker(name, n=2, use_loss=True, clip=None, penalize=lambda experiences, args: None):
+    "A maker of experiences that credits by a method. OpenRLHF's arguments are nested as since 0.11."
+    maker = type('Maker', (adapters.ExperienceMixin,), {'credited': (name, {})})()
+    args = SimpleNamespace(algo=SimpleNamespace(kl=SimpleNamespace(use_loss=use_loss)), reward=SimpleNamespace(
         clip_range=clip), rollout=SimpleNamespace(n_samples_per_prompt=n))
+    maker.strategy, maker.kl_ctl, maker.penalize = SimpleNamespace(args=args), SimpleNamespace(value=.1), penalize
+    return maker
 
 
 def test_openrlhf_gets_our_advantages(judged):
@@ -92,10 +95,7 @@ def test_openrlhf_gets_our_advantages(judged):
                                rewards=judged.outcome[rows], info={'turn_rewards': judged.turns[rows]})
     parts = [[5, 0], [3], [1, 2, 4]]                                                # as dynamic batches cut them
     experiences = [experience(rows) for rows in parts]
-    maker = type('Maker', (adapters.ExperienceMixin,), {'credited': (judged.name, {})})()
-    maker.strategy, maker.kl_ctl = SimpleNamespace(args=openrlhf_args(3)), SimpleNamespace(value=.1)
-    maker.penalize = lambda experiences, args: None
-    assert maker.compute_advantages_and_returns(experiences) is experiences
+    assert openrlhf_maker(judged.name, 3).compute_advantages_and_returns(experiences) is experiences
     for rows, e in zip(parts, experiences):
         close(e.advantages, judged.ours[rows, :e.advantages.shape[1]])
         assert e.advantages.shape == e.action_mask.shape and e.kl is None
@@ -105,31 +105,24 @@ def test_openrlhf_gets_our_advantages(judged):
 
 def test_openrlhfs_length_penalty_and_clipping_come_before_credit():
     "A reward of 3 is clipped to 1 and a truncated one set to 0, so the pair is a right and a wrong rollout."
-    maker = type('Maker', (adapters.ExperienceMixin,), {'credited': ('grpo', {})})()
-    maker.strategy, maker.kl_ctl = SimpleNamespace(args=openrlhf_args(2, clip=(-1., 1.))), SimpleNamespace(value=0.)
     def penalize(experiences, args):
         for e in experiences: e.rewards[1] = 0.
-    maker.penalize = penalize
     e = SimpleNamespace(index=[0, 1], action_mask=torch.ones(2, 2), values=None, kl=None, info={},
                         rewards=torch.tensor([3, 3]))
-    maker.compute_advantages_and_returns([e])
+    openrlhf_maker('grpo', clip=(-1., 1.), penalize=penalize).compute_advantages_and_returns([e])
     close(e.advantages, torch.tensor([[1., 1.], [-1., -1.]]))
     assert e.info['return'].tolist() == [1., 0.]
 
 
-def slime_samples(judged):
-    samples = []
-    for i, row in enumerate(judged.mask):
-        last = int(row.nonzero().max()) + 1
-        sample = SimpleNamespace(index=i, group_index=i // 3, rollout_id=None, loss_mask=row[:last].int().tolist(),
-                                 response_length=last, metadata={'turn_rewards': judged.turns[i].tolist()})
-        sample.get_reward_value = lambda args, r=float(judged.outcome[i]): r
-        samples.append(sample)
-    return samples
+def slime_sample(index, rollout, mask, reward, turns, group=0):
+    return SimpleNamespace(index=index, rollout_id=rollout, group_index=group, loss_mask=mask, response_length=len(mask),
+                           metadata={'turn_rewards': turns}, get_reward_value=lambda args: reward)
 
 
 def test_slime_gets_our_advantages(judged):
-    samples = slime_samples(judged)
+    masks = [row[:int(row.nonzero().max()) + 1].int().tolist() for row in judged.mask]
+    samples = [slime_sample(i, None, mask, float(judged.outcome[i]), judged.turns[i].tolist(), i // 3)
+               for i, mask in enumerate(masks)]
     raw, credit = adapters.slime_rewards(judged.name)(None, [samples[:3], samples[3:]])
     assert raw == judged.outcome.tolist() and all(isinstance(x, torch.Tensor) for x in credit)
     shard = [0, 3, 4]                                                                # a rank's share cuts groups
@@ -183,17 +176,6 @@ def test_areal_gets_our_advantages(judged):
     close(found, torch.nn.functional.pad(judged.ours, (0, 1)))
 
 
-def test_areal_refuses_a_kl_penalty_and_rollouts_of_several_rows():
-    actor = type('Actor', (adapters.ActorMixin,), {'credited': ('tspo', {})})()
-    actor.kl_ctl = .1
-    with pytest.raises(ValueError, match='actor.kl_ctl=0'): actor.compute_advantages([])
-    row = {'loss_mask': torch.ones(2, 2), 'rewards': torch.zeros(2)}
-    with pytest.raises(ValueError, match='several'):
-        adapters._areal_credit('tspo', [{**row, 'begin_of_trajectory': torch.tensor([1, 0])}])
-    with pytest.raises(ValueError, match='questions'):
-        adapters._areal_credit('tspo', [{**row, 'turn_rewards': torch.zeros(2, 1)}, row])
-
-
 def test_trl_gets_our_advantages(judged, monkeypatch):
     from credit_rl import trl_trainer
     chat = SimpleNamespace(encode=lambda text: [])
@@ -232,8 +214,27 @@ def test_arrays_of_a_rollout_in_several_rows_get_our_advantages():
     assert layout.ids.shape[0] == 5
 
 
-# ---- what arrays say ----
+@pytest.mark.parametrize('call, way_out', [
+    (lambda: openrlhf_maker('tspo', use_loss=False).compute_advantages_and_returns([]), '--algo.kl.use_loss'),
+    (lambda: type('Actor', (adapters.ActorMixin,), {'kl_ctl': .1})().compute_advantages([]), 'actor.kl_ctl=0'),
+    (lambda: estimator('grpo')(**LEAST, config={'use_kl_in_reward': True}), 'use_kl_in_reward=false'),
+    (lambda: estimator('grpo')(**LEAST, config=SimpleNamespace(use_kl_in_reward=True)), 'use_kl_in_reward=false')])
+def test_a_kl_penalty_in_the_reward_is_refused(call, way_out):
+    estimator('grpo')(**LEAST, config=SimpleNamespace())
+    with pytest.raises(ValueError, match=way_out): call()
 
+
+LEAST = dict(token_level_rewards=torch.zeros(2, 2), response_mask=torch.ones(2, 2), index=['q', 'q'])
+
+
+def test_areal_refuses_rollouts_of_several_rows():
+    row = {'loss_mask': torch.ones(2, 2), 'rewards': torch.zeros(2)}
+    for data, words in (([{**row, 'begin_of_trajectory': torch.tensor([1, 0])}], 'several'),
+                        ([{**row, 'turn_rewards': torch.zeros(2, 1)}, row], 'questions')):
+        with pytest.raises(ValueError, match=words): adapters._areal_credit('tspo', data)
+
+
+# ---- what arrays say ----
 
 def test_rewards_lie_on_their_turn_or_behind_it():
     turns = turns_from_mask(torch.tensor([[0, 1, 1, 0, 0, 1, 0]]))
@@ -280,20 +281,18 @@ def module(monkeypatch, name, **names):
     for key, value in names.items(): setattr(sys.modules[name], key, value)
 
 
-def test_verl_and_skyrl_find_a_registered_method(monkeypatch):
-    for register, place, decorator in (
-            (adapters.register_verl, 'verl.trainer.ppo.core_algos', 'register_adv_est'),
-            (adapters.register_skyrl, 'skyrl_train.utils.ppo_utils', 'register_advantage_estimator')):
-        with pytest.raises(ImportError, match='installed'): register('tspo')
-        found = {}
-        module(monkeypatch, place, **{decorator: lambda name: lambda function: found.update({name: function})})
-        assert register('tspo') == 'credit_rl/tspo' and register('tspo', 'mine', {'strategy': 'all'}) == 'mine'
-        given = dict(token_level_rewards=torch.tensor([[1., 1.], [0., 0.]]), response_mask=torch.ones(2, 2).long(),
-                     index=np.array(['u', 'u'], dtype=object), config=None)
-        close(found['credit_rl/tspo'](**given)[0], torch.tensor([[1., 1.], [-1., -1.]]))
-        assert set(found) == {'credit_rl/tspo', 'mine'}
-        with pytest.raises(ValueError, match='index'): found['mine'](**{**given, 'index': None})
-        with pytest.raises(ValueError, match='mean'): register('tspo', options={'strategie': 'all'})
+@pytest.mark.parametrize('register, place, decorator', [
+    (adapters.register_verl, 'verl.trainer.ppo.core_algos', 'register_adv_est'),
+    (adapters.register_skyrl, 'skyrl_train.utils.ppo_utils', 'register_advantage_estimator')])
+def test_a_registered_method_has_its_name_and_needs_groups(monkeypatch, register, place, decorator):
+    "That it credits as it should: test_adapters_pages."
+    with pytest.raises(ImportError, match='installed'): register('tspo')
+    found = {}
+    module(monkeypatch, place, **{decorator: lambda name: lambda function: found.update({name: function})})
+    assert register('tspo') == 'credit_rl/tspo' and register('tspo', 'mine', {'strategy': 'all'}) == 'mine'
+    assert set(found) == {'credit_rl/tspo', 'mine'}
+    with pytest.raises(ValueError, match='index'): found['mine'](**LEAST | {'index': None}, config=None)
+    with pytest.raises(ValueError, match='mean'): register('tspo', options={'strategie': 'all'})
 
 
 def test_a_trainer_that_cannot_import_its_own_parts_says_so(monkeypatch):
@@ -304,37 +303,9 @@ def test_a_trainer_that_cannot_import_its_own_parts_says_so(monkeypatch):
     with pytest.raises(ModuleNotFoundError, match='ray'): adapters.register_verl('tspo')
 
 
-def test_openrlhf_and_prime_rl_get_subclasses_of_their_own(monkeypatch):
-    for make, place, name in (
-            (adapters.openrlhf_maker, 'openrlhf.trainer.ppo_utils.experience_maker', 'RemoteExperienceMaker'),
-            (adapters.prime_algorithm, 'prime_rl.orchestrator.algo.base', 'Algorithm'),
-            (adapters.areal_actor, 'areal.trainer.ppo.actor', 'PPOActor')):
-        base = type(name, (), {'own': lambda self: 7})
-        module(monkeypatch, place, **{name: base})
-        for other, function in (('openrlhf.trainer.ppo_utils.length_penalty', 'apply_length_penalties'),
-                                ('prime_rl.orchestrator.algo.routing', 'assign_advantages')):
-            if other.split('.')[0] == place.split('.')[0]:
-                monkeypatch.setitem(sys.modules, other, SimpleNamespace(**{function: print}))
-        made = make('tspo', {'strategy': 'all'})
-        assert issubclass(made, base) and made().own() == 7
-        assert made.credited[0].options['strategy'] == 'all'
-
-
-def test_a_kl_penalty_in_openrlhfs_reward_is_refused():
-    maker = type('Maker', (adapters.ExperienceMixin,), {'credited': ('tspo', {})})()
-    maker.strategy = SimpleNamespace(args=openrlhf_args(2, use_loss=False))
-    maker.kl_ctl = SimpleNamespace(value=.01)
-    with pytest.raises(ValueError, match='--algo.kl.use_loss'): maker.compute_advantages_and_returns([])
-
-
 def test_slime_knows_a_rollout_of_several_samples_and_refuses_what_it_cannot_do():
-    def sample(index, rollout, mask, reward, turns):
-        s = SimpleNamespace(index=index, rollout_id=rollout, group_index=0, loss_mask=mask, response_length=len(mask),
-                            metadata={'turn_rewards': turns})
-        s.get_reward_value = lambda args: reward
-        return s
-    samples = [sample(0, 'a', [1, 0, 1], 0., [1., 0., 0.]), sample(1, 'a', [1, 1], 0., None),
-               sample(2, 'b', [1, 0, 1], 0., [0., 0.])]
+    samples = [slime_sample(0, 'a', [1, 0, 1], 0., [1., 0., 0.]), slime_sample(1, 'a', [1, 1], 0., None),
+               slime_sample(2, 'b', [1, 0, 1], 0., [0., 0.])]
     raw, credit = adapters.slime_rewards('tspo')(None, samples)
     # turn 0 is compared as (1, 0); turns 1 and 2 do not differ; the second sample holds turn 2 alone
     close(torch.cat(credit), torch.tensor([1., 0., 0., -1., 0.]))
@@ -402,84 +373,12 @@ def test_other_estimators_of_verl_are_left_alone():
     assert hook(1, batch_keys=['a_0_0'], adv_estimator='grpo', gamma=.5) == (1, ['a_0_0'], 'grpo', {'gamma': .5})
 
 
-def test_a_kl_penalty_in_the_reward_is_refused_by_estimators():
-    given = dict(token_level_rewards=torch.zeros(2, 2), response_mask=torch.ones(2, 2), index=['q', 'q'])
-    for config in ({'use_kl_in_reward': True}, SimpleNamespace(use_kl_in_reward=True)):
-        with pytest.raises(ValueError, match='use_kl_in_reward=false'): estimator('grpo')(**given, config=config)
-    estimator('grpo')(**given, config=SimpleNamespace())
-
-
 def test_skyrls_last_steps_are_refused_and_whole_rows_are_not():
     estimate = adapters._whole_rollouts(estimator('grpo'))
     last = dict(token_level_rewards=torch.zeros(2, 2), response_mask=torch.ones(2, 2), index=np.array(['q', 'q']))
     with pytest.raises(ValueError, match='step_wise_trajectories=false'): estimate(**last)
     estimate(**{**last, 'index': ['q', 'q']})                       # one turn each, equally long
     estimate(**{**last, 'response_mask': torch.tensor([[1., 1.], [1., 0.]])})
-
-
-# ---- rollouts that others wrote ----
-
-TALK = [{'role': 'system', 'content': 'Search.'}, {'role': 'user', 'content': 'Who made Casablanca?'},
-        {'role': 'assistant', 'content': '<search>Casablanca</search>'},
-        {'role': 'tool', 'content': 'A film by Michael Curtiz.'},
-        {'role': 'assistant', 'content': '<answer>Curtiz</answer>'}]
-GOLD = {'answers': ['Curtiz']}
-LAYOUTS = {
-    'messages': {'messages': TALK, **GOLD},
-    'TRL': {'prompt': TALK[:2], 'completion': TALK[2:], 'step': 1, 'accuracy_reward': 1., **GOLD},
-    'prime-rl': {'example_id': 3, 'prompt': TALK[:2], 'completion': TALK[2:], 'answer': 'Curtiz', 'reward': 1.},
-    'TRL text': {'prompt': 'Who made Casablanca?', 'answer': 'Curtiz', 'completion': '<search>Casablanca</search>'
-                 '<information>A film by Michael Curtiz.</information><answer>Curtiz</answer>'},
-    'verl': {'input': 'Who made Casablanca?', 'gts': {'target': ['Curtiz']}, 'score': 1., 'step': 2,
-             'output': '<search>Casablanca</search>\nuser\n<information>A film by Michael Curtiz.</information>\n'
-                       'assistant\n<answer>Curtiz</answer>'},
-    'tool calls': {**GOLD, 'messages': [*TALK[:2], {'role': 'assistant', 'content': '', 'tool_calls': [
-        {'function': {'name': 'search', 'arguments': '{"query": "Casablanca"}'}}]}, *TALK[3:]]},
-}
-
-
-@pytest.mark.parametrize('layout', LAYOUTS)
-def test_a_dump_becomes_a_group(layout, tmp_path):
-    path = tmp_path / 'dump.jsonl'
-    path.write_text(json.dumps(LAYOUTS[layout]) + '\n\n' + json.dumps(LAYOUTS[layout]) + '\n')
-    dump = dumps.read_dump(path, 'search-r1')
-    (group,) = dump.groups
-    assert group.question.text == 'Who made Casablanca?' and list(group.question.answers) == ['Curtiz']
-    for t in group.trajectories:
-        assert t.answer == 'Curtiz' and t.stop == Stop.ANSWER
-        assert t.turns[0].call == {'name': 'search', 'queries': ['Casablanca']} and t.turns[1].call is None
-        assert [turn.observation_text for turn in t.turns] == ['A film by Michael Curtiz.', '']
-    assert dump.rewards.isfinite().all() == ('reward' in LAYOUTS[layout] or 'score' in LAYOUTS[layout])
-
-
-@pytest.mark.parametrize('row, words', [
-    ({'text': 'x', **GOLD}, r'row 2: .*columns'),
-    ({'messages': TALK}, r'row 2: .*answers='),
-    ({'messages': TALK[2:], **GOLD}, 'row 2: .*user'),
-    ({'messages': 'Who?', **GOLD}, 'row 2: .*dict'),
-    ({'messages': TALK, 'answers': ['Wilder']}, 'row 2: .*row 1'),
-    ({'prompt_ids': [1], 'completion_ids': [2], 'completion_mask': [1], **GOLD}, 'row 2: .*token'),
-    ({'messages': TALK, **GOLD, 'reward': 'good'}, 'row 2: .*convert'),
-    ({'messages': TALK, **GOLD, 'reward': [1.]}, 'row 2: .*number')])
-def test_bad_rows_are_refused_by_their_number(row, words):
-    with pytest.raises(ValueError, match=words): dumps.read_dump([LAYOUTS['messages'], row], 'search-r1')
-
-
-def test_bad_lines_and_empty_files_are_refused(tmp_path):
-    path = tmp_path / 'dump.jsonl'
-    path.write_text(json.dumps(LAYOUTS['messages']) + '\n{"messages": \n')
-    with pytest.raises(ValueError, match='line'): dumps.read_dump(path, 'search-r1')
-    path.write_text('[1]\n')
-    with pytest.raises(ValueError, match='object'): dumps.read_dump(path, 'search-r1')
-    path.write_text('')
-    with pytest.raises(ValueError, match='rollouts'): dumps.read_dump(path, 'search-r1')
-
-
-def test_answers_can_be_handed_over_and_steps_keep_groups_apart():
-    row = {'messages': TALK}
-    rows = [{**row, 'step': step} for step in (1, 1, 2)]
-    groups = dumps.read_dump(rows, 'search-r1', answers={'Who made Casablanca?': ['Curtiz']}).groups
-    assert [len(g.trajectories) for g in groups] == [2, 1]
 
 
 # ---- TRL, trained end to end ----
@@ -609,21 +508,16 @@ def test_turn_ids_part_turns_that_a_mask_joins():
     with pytest.raises(ValueError, match='earlier'): replace(joined, turn_ids=[[1, 2, 1, 1, 1]] * 2).token_turns
 
 
-def test_a_batch_with_turn_ids_in_a_file_is_explained(tmp_path, capsys):
-    rows = [{'response_mask': [1, 1, 1], 'turn_ids': [3, 3, 5], 'uid': 'q', 'advantages': [a, a, b],
-             'token_level_rewards': [0., r, end]} for r, end, a, b in ((1., 0., 1., 0.), (0., 0., -1., 0.))]
-    (tmp_path / 'batch.jsonl').write_text('\n'.join(map(json.dumps, rows)))
-    adapters.main([str(tmp_path / 'batch.jsonl')])
-    said = capsys.readouterr().out
-    assert 'what each turn earned' in said and len(said.split('\n')) == 1 + 1 + 4 + 1, said
-
-
 def test_a_batch_in_a_file_is_explained(tmp_path, capsys):
-    rows = [{'response_mask': [1, 0, 1], 'uid': 'q', 'reward': r, 'turn_rewards': t, 'advantages': [a, 0., a]}
-            for r, t, a in ((1., [0., 0.], 1.), (0., [1., 0.], -1.))]
-    (tmp_path / 'batch.jsonl').write_text('\n'.join(map(json.dumps, rows)))
-    adapters.main([str(tmp_path / 'batch.jsonl')])
-    assert 'grpo on outcomes alone' in capsys.readouterr().out
+    "With rewards of turns in a column of their own, or on tokens whose turns are named."
+    listed = [{'response_mask': [1, 0, 1], 'uid': 'q', 'reward': r, 'turn_rewards': t, 'advantages': [a, 0., a]}
+              for r, t, a in ((1., [0., 0.], 1.), (0., [1., 0.], -1.))]
+    named = [{'response_mask': [1, 1, 1], 'turn_ids': [3, 3, 5], 'uid': 'q', 'advantages': [a, a, b],
+              'token_level_rewards': [0., r, end]} for r, end, a, b in ((1., 0., 1., 0.), (0., 0., -1., 0.))]
+    for rows, said in ((listed, 'grpo on outcomes alone'), (named, 'what each turn earned')):
+        (tmp_path / 'batch.jsonl').write_text('\n'.join(map(json.dumps, rows)))
+        adapters.main([str(tmp_path / 'batch.jsonl')])
+        assert said in capsys.readouterr().out
     (tmp_path / 'batch.jsonl').write_text('{"response_mask": [1]}')
     with pytest.raises(SystemExit): adapters.main([str(tmp_path / 'batch.jsonl')])
     assert 'advantages' in capsys.readouterr().err

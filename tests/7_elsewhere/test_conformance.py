@@ -34,16 +34,6 @@ def check():
 def data(check): return check.read(STORED)
 
 
-def test_our_functions_reproduce_the_file(check, data):
-    made = conformance.vectors()
-    assert made['inputs'] == data['inputs'] and made['version'] == data['version'] == conformance.VERSION
-    assert [c['name'] for c in made['cases']] == [c['name'] for c in data['cases']]
-    found = check.check(data, conformance.our_advantages)
-    assert len(found) == len(data['cases']) and not any(found.values()), found
-    for a, b in zip(made['cases'], data['cases']):
-        for name in ('advantages', 'returns'): assert not check.differences(b.get(name, []), a.get(name, []), 1e-5)
-
-
 def tensors(inputs):
     "An input as tensors: outcome, table of turn rewards, turn_mask, groups, and tokens of turn values."
     number = lambda x: torch.tensor([[float('nan') if v is None else v for v in row] for row in x], dtype=torch.float32)
@@ -113,7 +103,7 @@ def run(folder, *arguments):
 
 
 def test_the_checker_finds_an_altered_number(tmp_path, data):
-    "In an answer, and in the file itself; by the command that others type."
+    "By the command that others type. One in the file itself: 81_conformance."
     answers = {case['name']: case['advantages'] for case in data['cases']}
     (tmp_path / 'answers.json').write_text(json.dumps(answers))
     (tmp_path / 'mine.py').write_text('import json\nanswers = json.load(open("answers.json"))\n'
@@ -125,11 +115,6 @@ def test_the_checker_finds_an_altered_number(tmp_path, data):
     (tmp_path / 'answers.json').write_text(json.dumps(answers))
     bad = run(tmp_path, STORED, 'mine:advantages')
     assert bad.returncode == 1 and 'cases answered, 1 differ' in bad.stdout and 'row 3, token 1' in bad.stdout, bad
-    text = STORED.read_text().replace('0.999998', '0.999988', 1)
-    (tmp_path / 'altered.json').write_text(text)
-    assert text != STORED.read_text()
-    altered = run(tmp_path, tmp_path / 'altered.json', 'mine:advantages')
-    assert altered.returncode == 1 and 'was altered: its sha256' in altered.stderr, altered
 
 
 def test_answers_of_another_shape_and_numbers_that_are_none_differ(check):

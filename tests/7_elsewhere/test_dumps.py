@@ -147,7 +147,6 @@ def test_marks_in_a_message_are_no_part_of_it():
     {'answers': ['x', None]}, {'answers': [None], 'target': ['x']}, {'answer': {'target': ['x']}},
     {'answer': float('nan'), 'gts': 'x'}, {'answer': ' ', 'ground_truth': {'target': 'x'}}])
 def test_an_answer_that_is_null_is_none(golds):
-    "It was the accepted answer 'None' or 'nan'."
     dump = read_dump([{'input': 'Q?', 'output': DONE, **golds}], 'tspo')
     assert dump.groups[0].question.answers == ('x',)
 
@@ -170,6 +169,42 @@ def test_tool_calls_that_say_there_are_none_are_no_broken_call(none):
     assert [(turn.kind, turn.result) for turn in t.turns] == [('answer', Result.NONE)]
 
 
+Q, LOOK = {'role': 'user', 'content': 'Q?'}, [said('<search>a</search>'), {'role': 'tool', 'content': 'p'}, said(DONE)]
+WHOLE = {'messages': [Q, *LOOK], **GOLD}
+
+
+@pytest.mark.parametrize('row, reward', [
+    ({'prompt': [Q], 'completion': LOOK, 'step': 1, 'accuracy_reward': 1.}, None),                          # TRL's
+    ({'example_id': 3, 'prompt': [Q], 'completion': LOOK, 'answer': 'x', 'reward': 1.}, 1.),                # prime-rl's
+    ({'prompt': 'Q?', 'answer': 'x', 'completion': '<search>a</search><information>p</information>' + DONE}, None)])
+def test_the_layouts_of_trainers_become_groups(row, reward):
+    t, found = only(row, 'search-r1')
+    assert t.turns[0].call == {'name': 'search', 'queries': ['a']} and (t.question.text, t.answer) == ('Q?', 'x')
+    assert [turn.observation_text for turn in t.turns] == ['p', ''] and t.stop == Stop.ANSWER
+    assert found != found if reward is None else found == reward
+
+
+@pytest.mark.parametrize('row, words', [
+    ({'text': 'x', **GOLD}, 'columns'), ({'messages': [Q, *LOOK]}, 'answers='), ({'messages': LOOK, **GOLD}, 'user'),
+    ({'messages': 'Who?', **GOLD}, 'dict'), ({**WHOLE, 'ground_truth': ['y']}, 'row 1'),
+    ({'prompt_ids': [1], 'completion_ids': [2], 'completion_mask': [1], **GOLD}, 'token'),
+    ({**WHOLE, 'reward': 'good'}, 'convert'), ({**WHOLE, 'reward': [1.]}, 'number')])
+def test_bad_rows_are_refused_by_their_number(row, words):
+    with pytest.raises(ValueError, match=f'row 2: .*{words}'): read_dump([WHOLE, row], 'search-r1')
+
+
+@pytest.mark.parametrize('text, words', [(json.dumps(WHOLE) + '\n{"messages": \n', 'line'), ('[1]\n', 'object'),
+                                         ('', 'rollouts')])
+def test_bad_lines_and_empty_files_are_refused(tmp_path, text, words):
+    (tmp_path / 'dump.jsonl').write_text(text)
+    with pytest.raises(ValueError, match=words): read_dump(tmp_path / 'dump.jsonl', 'search-r1')
+
+
+def test_answers_can_be_handed_over_and_steps_keep_groups_apart():
+    rows = [{'messages': [Q, *LOOK], 'step': step} for step in (1, 1, 2)]
+    assert [len(g.trajectories) for g in read_dump(rows, 'search-r1', answers={'Q?': ['x']}).groups] == [2, 1]
+
+
 # ---- values of other kinds, files of other kinds ----
 
 ROW = {'input': 'Q?', 'output': DONE, 'score': 1.}
@@ -183,7 +218,7 @@ KEPT = [lambda g: g, np.array, lambda g: np.array(g, dtype=object), tuple, pd.ar
 @given(st.lists(st.text('abC é0.', min_size=1, max_size=6).map(str.strip).filter(bool), min_size=1, max_size=3,
                 unique=True), st.sampled_from(KEPT), st.sampled_from(['answers', 'ground_truth', 'reward_model']))
 def test_golds_in_whatever_they_are_kept_are_these_golds_or_refused(golds, keep, name):
-    "An array, a JSON text, verl's separator became one false gold, by which every rule gives 0."
+    "An array, a JSON text, verl's separator: never one false gold, by which every rule gives 0."
     row = {**ROW, name: {'ground_truth': keep(golds)} if name == 'reward_model' else keep(golds)}
     try: dump = read_dump([row], 'tspo')
     except ValueError as e: assert 'answers' in str(e) and len(golds) > 1

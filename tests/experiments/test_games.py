@@ -1,13 +1,12 @@
 "37_games: texts earn what the games say, and values, visits and gradients are those of a brute sum over attempts."
-import math
 
 import pytest
 import torch
 from torch.testing import assert_close
 
 from credit_rl.studies.games import (action_chances, asking, base_right, chain, draw_moves, earnings_before,
-                                     game_values, group_moves, make_game, make_stages, many_parts, near_miss, play_on,
-                                     repair, searches, silent, Spot, stopping, two_coins, visit_chances, Way)
+                                     game_values, group_moves, make_game, make_stages, many_parts, near_miss, repair,
+                                     searches, silent, Spot, stopping, two_coins, visit_chances, Way)
 from credit_rl.studies.lab import all_paths, true_gradient
 from credit_rl.outcome import outcome_rewards
 from credit_rl.trajectory import Question
@@ -117,19 +116,6 @@ def test_near_misses_are_seen_by_folr():
     seen = first_turns(group_moves(game, pi, moves, 32)) == 0
     assert seen.float().mean().item() == pytest.approx(.5, abs=.04)
     assert (earnings_before(game, moves)[1][~seen] == 0).all()
-
-
-def test_playing_on_ends_and_draws_by_chance():
-    game, generator = asking(), torch.Generator().manual_seed(2)
-    pi = action_chances(game, game.base[None])
-    start, n = int(game.starts[0]), 4000
-    spots = torch.full((n,), start)
-    total, turns = torch.zeros(n), 0
-    for at, spot, action, way in play_on(game, pi, torch.zeros(n, dtype=torch.long), spots, generator):
-        total[at] += game.earns[spot, action, way]
-        turns += 1
-    value = game_values(game, pi)[0, start].item()
-    assert turns == 3 and abs(total.mean().item() - value) < 4 * math.sqrt(value * (1 - value) / n)
 
 
 def test_a_spot_stands_before_one_turn_only():

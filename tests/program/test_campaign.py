@@ -12,12 +12,12 @@ KINDS = ('kill', 'interrupt', 'cut', 'stop', 'disk')
 
 @pytest.mark.long          # in processes of a process's own, which no recorded duration counts
 def test_faults_at_random_moments_lose_nothing(run_python, tmp_path):
-    said = run_python('tests/tools/campaign.py', '--faults', 6, '--seed', 3, '--stop', 1, '--out', tmp_path, '--jobs',
+    said = run_python('tests/tools/campaign.py', '--faults', 4, '--seed', 0, '--stop', 1, '--out', tmp_path, '--jobs',
                       'index', 'training', '--kinds', *KINDS, env={'OMP_NUM_THREADS': '1'})
     rows = campaign.read_rows(tmp_path / 'faults.jsonl')
-    assert len(rows) == 6 and len({row['kind'] for row in rows}) >= 3
+    assert len(rows) == 4 and len({row['kind'] for row in rows}) >= 3
     assert {row['outcome'] for row in rows} <= {'same', 'told'}, said
-    assert '| all | 6 |' in said
+    assert '| all | 4 |' in said
 
 
 def test_a_campaign_goes_on_where_it_ended(tmp_path, monkeypatch):

@@ -49,8 +49,8 @@ def check_run(run, model_folder, settings):
     parts = {part: {q.text for q in questions} for part, questions in real_questions(config, config.seed).items()}
     model, tokenizer = load_model(model_folder)
     rows = read_turns(run)
-    assert {row['kind'] for row in rows} == {'before', 'train', 'after'} and len(
-        [r for r in rows if r['kind'] == 'train']) == settings['steps'] * settings['group_size']
+    assert {row['kind'] for row in rows} == {'before', 'train', 'after'}
+    assert sum(row['kind'] == 'train' for row in rows) == settings['steps'] * settings['group_size']
     for row in rows:
         t = trajectory_from_json(row['trajectory'])
         prompt = tokenizer.decode(t.prompt_ids)
@@ -59,10 +59,9 @@ def check_run(run, model_folder, settings):
         assert f'Question: {t.question.text}<|im_end|>\n<|im_start|>assistant\n' in prompt
         assert t.question.text in parts['train' if row['kind'] == 'train' else 'test']
         for turn in t.turns:
-            assert tokenizer.decode(turn.action_ids).removesuffix('<|im_end|>') == turn.action_text and len(
-                turn.action_ids) <= settings['turn_tokens']
-            if turn.observation_ids:
-                assert turn.observation_text in tokenizer.decode(turn.observation_ids)
+            assert tokenizer.decode(turn.action_ids).removesuffix('<|im_end|>') == turn.action_text
+            assert len(turn.action_ids) <= settings['turn_tokens']
+            if turn.observation_ids: assert turn.observation_text in tokenizer.decode(turn.observation_ids)
         page = show_rollout(t, row['advantages']).html
         assert all(f'turn {k}' in page for k in range(len(t.turns)))
 
@@ -113,25 +112,23 @@ ALIKE = ('popqa', 'bamboogle', 'hotpotqa', '2wikimultihopqa')
 def test_a_step_on_every_set(spoken, data, tmp_path, name):
     "In its original format: with its own paragraphs, a corpus found beside it, or without a search."
     path = data / name / ('flashrag_test.jsonl' if name == 'triviaqa' else '')  # the original slice has three questions
-    settings = {
-        **SHORT, 'data': name, 'path': str(path), 'train_split': get_benchmark(name).eval_split, 'method': 'grpo',
-        'kl': .01, 'steps': 1, 'turn_tokens': 8, 'max_tokens': 12000, 'passage_tokens': 64, 'questions': 8,
-        'dev_questions': 2, 'test_questions': 2, 'corpus': str(data / name) if name == 'triviaqa' else None
-    }
+    settings = {**SHORT, 'data': name, 'path': str(path), 'train_split': get_benchmark(name).eval_split, 'method': 'grpo',
+                'kl': .01, 'steps': 1, 'turn_tokens': 8, 'max_tokens': 12000, 'passage_tokens': 64, 'questions': 8,
+                'dev_questions': 2, 'test_questions': 2, 'corpus': str(data / name) if name == 'triviaqa' else None}
     train({**settings, 'run': str(tmp_path / 'run'), 'model': spoken}, say=lambda line: None)
     (step,) = [row for _, row in read_metrics(tmp_path / 'run').iterrows() if row.step == 1]
-    assert step.updates == 2 and step.trajectories == settings['questions_per_step'] * settings[
-        'group_size'] and math.isfinite(step.loss)
+    assert step.updates == 2 and math.isfinite(step.loss)
+    assert step.trajectories == settings['questions_per_step'] * settings['group_size']
 
 
 def researcher(text, rng):
     "Asks the search for the question itself, then answers with the title of the first page that came back."
     question = text.rsplit('Question: ', 1)[1].split('<|im_end|>')[0]
     if '<tool_response>\nDoc 1' not in text:
-        return '<think> I look it up. </think> <tool_call> ' + json.dumps(
-            {'name': 'search', 'arguments': {'query_list': [question]}}) + ' </tool_call>'
-    return (f'<think> That must be it. </think> <answer> {text.split("Doc 1 (Title: ", 1)[1].split(chr(34))[1]} '
-            '</answer>')
+        call = json.dumps({'name': 'search', 'arguments': {'query_list': [question]}})
+        return f'<think> I look it up. </think> <tool_call> {call} </tool_call>'
+    title = text.split('Doc 1 (Title: ', 1)[1].split('"')[1]
+    return f'<think> That must be it. </think> <answer> {title} </answer>'
 
 
 @pytest.fixture
@@ -151,8 +148,7 @@ def test_the_search_finds_real_passages(stage):
         assert t.stop is Stop.ANSWER and [turn.result for turn in t.turns] == [Result.OK, Result.NONE]
         seen = t.turns[0].observation_text
         assert seen.startswith('Doc 1 (Title: "') and '\nDoc 2 (Title: "' in seen and 'Doc 3' not in seen
-        assert all(
-            len(stage.chat.encode(line.split('") ', 1)[1])) <= SHORT['passage_tokens'] for line in seen.splitlines())
+        for line in seen.splitlines(): assert len(stage.chat.encode(line.split('") ', 1)[1])) <= SHORT['passage_tokens']
         found += any(f'(Title: "{title}")' in seen for title, _ in g.question.meta['supporting_facts'])
     assert found > len(groups) / 2, f'{found} of {len(groups)}'
 
@@ -170,14 +166,12 @@ def disjoint(parts):
 
 def test_a_single_file_is_dealt_out(tmp_path):
     rows = json.loads(SAMPLE.read_text())
-    many = [{**row, '_id': f'{row["_id"]}-{i}', 'question': f'{row["question"]} ({i})'}
-            for i in range(10)
-            for row in rows]
+    many = [{**row, '_id': f'{row["_id"]}-{i}', 'question': f'{row["question"]} ({i})'} for i in range(10) for row in rows]
     (tmp_path / 'one.json').write_text(json.dumps(many))
 
     def deal(**settings):
-        return real_questions(
-            config := make_config({'data': 'hotpotqa', 'path': str(tmp_path / 'one.json'), **settings}), config.seed)
+        config = make_config({'data': 'hotpotqa', 'path': str(tmp_path / 'one.json'), **settings})
+        return real_questions(config, config.seed)
     parts = deal(dev_questions=5, test_questions=7)
     assert len(parts['dev']) == 5 and len(parts['test']) == 7 and len(parts['train']) > len(many) / 2 and disjoint(parts)
     assert names(parts) == names(deal(dev_questions=5, test_questions=7))
@@ -236,11 +230,7 @@ def test_sets_are_mixed_by_their_shares(tmp_path):
 def test_a_folder_keeps_its_splits(data):
     config = make_config({**SHORT, 'path': str(data / 'hotpotqa')})
     parts = real_questions(config, config.seed)
-    own = {
-        split: {(q.id, q.text)
-                for q in load_questions('hotpotqa', data / 'hotpotqa', split)}
-        for split in ('train', 'dev')
-    }
+    own = names({split: load_questions('hotpotqa', data / 'hotpotqa', split) for split in ('train', 'dev')})
     named = names(parts)
     assert named['train'] <= own['train'] and named['dev'] | named['test'] <= own['dev'] and disjoint(parts)
     assert len(parts['dev']) == len(parts['test']) == 4

@@ -15,8 +15,7 @@ from credit_rl.runlog import latest_checkpoint, read_metrics
 
 ROOT = Path(__file__).resolve().parents[2]
 SHORT = dict(model=str(ROOT / 'data' / 'tiny_base'), steps=3, eval_every=2, questions_per_step=4, group_size=4,
-             questions=50, dev_questions=6, test_questions=6, max_turns=3, turn_tokens=12, world={'size':
-                                                                                                  200}, threads=1)
+             questions=50, dev_questions=6, test_questions=6, max_turns=3, turn_tokens=12, world={'size': 200}, threads=1)
 
 
 @pytest.fixture(scope='module')
@@ -51,16 +50,13 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize('kind', ['own critic, two ranks',
-                                  pytest.param('shared critic, two ranks', marks=pytest.mark.nightly)])
+@pytest.mark.nightly         # by day the files train in one process, and a notebook's ranks are interrupted and go on
+@pytest.mark.parametrize('kind', KINDS)
 def test_a_papers_commands_with_a_small_model(kind, tmp_path):
-    """As they are typed in a clone, where the run has no folder yet, with the papers' files for eight GPUs; given
-    besides is only what is small: model, data, numbers of questions, and two ranks that play by themselves. The
-    notebooks start them, show their progress, and then what happened. Where a file's critic is warmed up, its warm-up
-    comes first, typed as well."""
+    """As they are typed in a clone, with the papers' files for eight GPUs; given besides is only what is small, and two
+    ranks that play by themselves. Where a file's critic is warmed up, its warm-up comes first, typed as well."""
     name, changes, said, measured = KINDS[kind]
-    if said['learner'] == 'deepspeed':
-        pytest.importorskip('deepspeed', reason='deepspeed is not installed: pip install credit_rl[train]')
+    pytest.importorskip('deepspeed', reason='pip install credit_rl[train]')
     (tmp_path / 'runs').mkdir()
     for part in ('nbs', 'runs/params', 'settings.ini'): (tmp_path / part).symlink_to(ROOT / part)
     *warm, train = commands_of(name)
@@ -70,8 +66,7 @@ def test_a_papers_commands_with_a_small_model(kind, tmp_path):
     params, table = yaml.safe_load((run / 'params.yaml').read_text()), read_metrics(run)
     assert params.items() >= dotted(said).items() and (run / 'summary.json').exists()
     assert params['critic.warmed'] == (f'runs/{name}_warmup' if warm else None)
-    if said['learner'] == 'deepspeed':
-        assert printed(notebook).count('2 ranks: ') == 1
+    assert printed(notebook).count('2 ranks: ') == 1
     assert table.step.tolist() == [0, 1, 2] and table[['grad_norm', *measured]][1:].gt(0).all(axis=None)
     assert table.trajectories[1:].tolist() == [8 * params['group_size']] * 2
     assert len(shown(notebook, 'image/png')) >= 1
@@ -122,8 +117,8 @@ def test_a_dry_run_only_tells_what_a_run_would_take(tmp_path):
 def kernel(tmp_path):
     "A kernel as JupyterLab starts one: what runs code in it and hands back its outputs, and its manager."
     manager, client = start_new_kernel(kernel_name='python3', cwd=str(tmp_path),
-                                       env={**os.environ, 'CUDA_VISIBLE_DEVICES': '', 'OMP_NUM_THREADS':
-                                            '1'}, startup_timeout=600)
+                                       env={**os.environ, 'CUDA_VISIBLE_DEVICES': '', 'OMP_NUM_THREADS': '1'},
+                                       startup_timeout=600)
     yield manager, client
     client.stop_channels()
     manager.shutdown_kernel(now=True)
@@ -149,11 +144,8 @@ def test_interrupting_the_notebook_ends_its_ranks(kernel, tmp_path):
     pytest.importorskip('deepspeed', reason='deepspeed is not installed: pip install credit_rl[train]')
     psutil = pytest.importorskip('psutil')
     manager, client = kernel
-    first, read, begin = [
-        ''.join(c['source'])
-        for c in json.loads((ROOT / 'nbs' / '90_train.ipynb').read_text())['cells']
-        if c['cell_type'] == 'code'
-    ][:3]
+    cells = json.loads((ROOT / 'nbs' / '90_train.ipynb').read_text())['cells']
+    first, read, begin = [''.join(c['source']) for c in cells if c['cell_type'] == 'code'][:3]
     settings = {**SHORT, 'learner': 'deepspeed', 'ranks': 2, 'run': str(tmp_path / 'run'), 'eval_every': 1, 'track': ''}
     given = lambda **more: '\n'.join(f'{name} = {value!r}' for name, value in {**settings, **more}.items())
     for code in (first, given(steps=100000), read): assert run_cell(client, code)[1] is None
@@ -187,10 +179,8 @@ def test_an_unknown_parameter_is_an_error(tmp_path):
 
 # ---- 91_evaluate ----
 
-ASKED = dict(
-    data='hotpotqa, gsm8k', path={
-        'hotpotqa': str(ROOT / 'data' / 'hotpotqa_sample.json'), 'gsm8k': str(ROOT / 'data' / 'rows' / 'gsm8k.jsonl')
-    }, max_turns=2, turn_tokens=6, threads=1)
+FILES = {'hotpotqa': str(ROOT / 'data' / 'hotpotqa_sample.json'), 'gsm8k': str(ROOT / 'data' / 'rows' / 'gsm8k.jsonl')}
+ASKED = dict(data='hotpotqa, gsm8k', path=FILES, max_turns=2, turn_tokens=6, threads=1)
 
 
 def test_an_evaluation_is_made_and_shown(tmp_path):
@@ -209,8 +199,8 @@ def test_an_evaluation_is_made_and_shown(tmp_path):
         assert 'numeric match' in scores[-1] and 'mean' in scores[-1]
     assert scores[0] == scores[1]
     folder = tmp_path / 'runs' / 'eval'
-    assert {'hotpotqa', 'gsm8k', 'summary.json', 'table.csv', 'figures'} == set(
-        os.listdir(folder)) and (folder / 'figures' / 'scores.png').exists()
+    assert {'hotpotqa', 'gsm8k', 'summary.json', 'table.csv', 'figures'} == set(os.listdir(folder))
+    assert (folder / 'figures' / 'scores.png').exists()
     assert {'manifest.json', 'turns.jsonl.gz', 'scores.json'} <= set(os.listdir(folder / 'hotpotqa'))
     assert json.loads((folder / 'gsm8k' / 'manifest.json').read_text())['settings']['model'] == model
 

@@ -143,12 +143,10 @@ EVIL = {'classes': "{{ ''.__class__.__mro__[1].__subclasses__() }}",
         'change': "{{ messages.clear() }}", 'many': '{% for i in range(10 ** 9) %}a{% endfor %}'}
 
 
-@pytest.mark.parametrize('kind', EVIL)
-@pytest.mark.parametrize('how', ['of the tokenizer', 'given', 'in a folder'])
+@pytest.mark.parametrize('kind, how', [(kind, 'given') for kind in EVIL] + [('import', 'in a folder')])
 def test_a_template_is_rendered_in_a_sandbox(model, mark, kind, how):
     evil = EVIL[kind].replace('MARK', str(mark))
-    tokenizer, given = byte_tokenizer(evil + CHATML if how == 'of the tokenizer' else CHATML), None
-    if how == 'given': given = evil + CHATML
+    tokenizer, given = byte_tokenizer(CHATML), evil + CHATML if how == 'given' else None
     if how == 'in a folder':
         byte_tokenizer().save_pretrained(model)
         (model / 'chat_template.jinja').write_text(evil + CHATML)
@@ -161,7 +159,6 @@ def test_a_template_is_rendered_in_a_sandbox(model, mark, kind, how):
 LONG = '{% for i in range(90000) %}{% for j in range(90000) %}{% set x = i %}{% endfor %}{% endfor %}'
 WASTEFUL = {'loops': (LONG, 'TimeoutError: it takes more than 0.2 seconds'),
             'output': ("{% for i in range(90000) %}{{ 'a' * 900 }}{% endfor %}", 'it writes more than 16,777,216 char'),
-            'power': ('{{ 10 ** 10 ** 10 }}', r"computes with '\*\*'"),
             'a power of a variable': ('{% set n = messages|length + 9 %}{{ n ** n ** n }}', r"computes with '\*\*'"),
             'number': ("{{ 'a' * 20000000000 }}", "computes with '20000000000'"),
             'in hexadecimal': ("{{ 'a' * 0xFFFF_FFFF_F }}", 'computes with'),
@@ -293,11 +290,22 @@ def test_a_file_takes_no_more_memory_than_such_a_file_may(tmp_path, kind):
         path.unlink()
 
 
-@pytest.mark.parametrize('name', ['config.json', 'tokenizer_config.json', 'model.safetensors.index.json'])
-def test_a_models_files_are_bounded(model, name):
-    (model / name).write_text((model / name).read_text() if (model / name).exists() else '')
+def read_index(folder):
+    BM25([Passage('0', 'a', 'b c')]).save(folder / 'index')
+    os.truncate(folder / 'index' / 'index.json', 2 ** 33)
+    return BM25.load(folder / 'index')
+
+
+BOUNDED = {'config.json': check_model, 'tokenizer_config.json': check_model, 'model.safetensors.index.json': check_model,
+           'params.yaml': lambda folder: read_settings(make_parser('x', 'y'), ['--params', f'{folder}/params.yaml']),
+           'index.json': read_index}
+
+
+@pytest.mark.parametrize('name', BOUNDED)
+def test_files_of_models_settings_and_indexes_are_bounded(model, name):
+    (model / name).touch()
     os.truncate(model / name, 2 ** 33)
-    with pytest.raises(ValueError, match=f'{name} has more than 64 MiB'): check_model(str(model))
+    with pytest.raises(ValueError, match=f'{name}.* more than'): BOUNDED[name](model)
 
 
 @functools.cache
@@ -346,25 +354,12 @@ def test_what_we_pack_is_read(tmp_path):
     assert len(read_turns(tmp_path)) == 24 and len(NewestRollouts(tmp_path).read()) == 24
 
 
-def test_a_file_of_settings_is_bounded(tmp_path):
-    (tmp_path / 'params.yaml').write_text('seed: 1')
-    os.truncate(tmp_path / 'params.yaml', 2 ** 33)
-    with pytest.raises(ValueError, match='params.yaml'):
-        read_settings(make_parser('x', 'y'), ['--params', str(tmp_path / 'params.yaml')])
-
-
-def test_an_index_says_little(tmp_path):
-    BM25([Passage('0', 'a', 'b c')]).save(tmp_path / 'index')
-    os.truncate(tmp_path / 'index' / 'index.json', 2 ** 33)
-    with pytest.raises(ValueError, match='index.json'): BM25.load(tmp_path / 'index')
-
-
 @pytest.mark.parametrize('kind', ['a warm-up', 'its tiers'])
 def test_a_packed_file_that_lost_its_end_is_told(tmp_path, kind):
     name, read, _ = BOMBS[kind]
     path, rng = tmp_path / name, np.random.default_rng(0)
     whole = gzip.compress(''.join(f'{{"step": {n}, "loss": {rng.random()}}}\n' for n in range(500)).encode())
-    for lost in range(1, 1025, 93):
+    for lost in (1, 94, 1024):
         path.write_bytes(whole[:-lost])
         if kind == 'its tiers': path.write_bytes(whole[:20])                   # of which the first line is read
         with pytest.raises(ValueError, match=f'{name} is damaged .*restore it, or '): read(path)

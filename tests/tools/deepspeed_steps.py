@@ -79,9 +79,8 @@ def tspo(**changes):
     batch = assign(method, played(tokenizer), look=lambda layout, asks: None)
     layout = batch.layout
     credit = dataclasses.replace(batch.credit, trajectory_weight=torch.linspace(.5, 1.5, len(layout.groups)))
-    optimiser = Optimiser(
-        **
-        {**dict(learning_rate=1e-3, warmup=6, minibatches=2, row_tokens=2 * layout.ids.shape[1], clip=.5), **changes})
+    optimiser = Optimiser(**dict(learning_rate=1e-3, warmup=6, minibatches=2, row_tokens=2 * layout.ids.shape[1],
+                                 clip=.5) | changes)
     parts = dict(loss=Loss(average='group-mean-token-sum', kl=.1, entropy=.01), optimiser=optimiser)
     return layout, credit, Needs(logp=True, ref_logp=True), lambda: dict(
         model=model(0, len(tokenizer), True), frozen=FrozenModels(model(1, len(tokenizer), True)), **parts)
@@ -125,7 +124,7 @@ def follow(learner, layout, credit, sees, count=STEPS):
         logs += steps(learner, layout, dataclasses.replace(credit, advantages=credit.advantages * rows[:, None]), sees,
                       1)
     return {'logs': logs, 'logp': learner.evaluate(layout).logp, 'one': learner.evaluate(take(layout, [0])).logp,
-            'weights': {n: w.detach().float().clone() for n, w in learner.weights().items()}}
+            'weights': weights_of(learner)}
 
 
 def method_batch():
@@ -166,10 +165,9 @@ def learn(backend, name, folder=None, rates=ADAM, offload=(), start=None, **how)
         seens.append(batch.seen)
     layout, first = batch.layout, {n: g[:1] for n, g in golds.items()}
     seens += [learner.evaluate(layout, sees, golds), learner.evaluate(take(layout, [0]), sees, first)]
-    return {
-        'logs': logs, 'seen': [{n: v for n, v in vars(seen).items() if v is not None} for seen in seens], 'weights':
-        weights_of(learner), 'head': {n: w.clone() for n, w in learner.head_weights().items()} if method.critic else {}
-    }
+    return {'logs': logs, 'seen': [{n: v for n, v in vars(seen).items() if v is not None} for seen in seens],
+            'weights': weights_of(learner),
+            'head': {n: w.clone() for n, w in learner.head_weights().items()} if method.critic else {}}
 
 
 def another_critic(backend, folder, **how):
@@ -229,11 +227,9 @@ def cases(adamw, sgd, offload=(), **how):
 
 def plain():
     "What the plain learner does in every case."
-    return {
-        **{name: follow(learner, *batch, count) for name, learner, batch, count in cases(PlainBackend, PlainSGD)},
-        **{(name, 'adamw'): learn(PlainBackend, name) for name in METHOD_CASES},
-        **{(name, 'sgd'): learn(PlainSGD, name, rates=RATES) for name in LETTER}, 'bad': bad_step(PlainBackend)
-    }
+    return {**{name: follow(learner, *batch, count) for name, learner, batch, count in cases(PlainBackend, PlainSGD)},
+            **{(name, 'adamw'): learn(PlainBackend, name) for name in METHOD_CASES},
+            **{(name, 'sgd'): learn(PlainSGD, name, rates=RATES) for name in LETTER}, 'bad': bad_step(PlainBackend)}
 
 
 def go_on(stage, folder):
@@ -241,7 +237,7 @@ def go_on(stage, folder):
     *batch, parts = grpo()
     learner = make_learner(parts(), DeepSpeedBackend(stage, settings=SPREAD_ALL))
     learner.restore(folder)
-    after = steps(learner, *batch, 1), {n: w.detach().float().clone() for n, w in learner.weights().items()}
+    after = steps(learner, *batch, 1), weights_of(learner)
     apart = {name: learn(DeepSpeedBackend, name, start=f'{folder}/{name}', stage=stage, settings=SPREAD_ALL)
              for name in ('carl', UNTIED)}
     exact = learn(DeepSpeedBackend, 'carl', start=f'{folder}/exact', stage=stage, settings=SPREAD_ALL, dtype='bfloat16')
@@ -295,7 +291,7 @@ def sharded(stage, folder, others=None, offload=()):
     *batch, parts = grpo()
     learner.save(folder)  # the last case's
     before = steps(learner, *batch, 1)
-    out['went on'] = before, {n: w.detach().float().clone() for n, w in learner.weights().items()}
+    out['went on'] = before, weights_of(learner)
     fresh = make_learner(parts(), DeepSpeedBackend(**how), offload)
     fresh.restore(folder)
     out['resumed'] = before, steps(fresh, *batch, 1)
@@ -309,10 +305,8 @@ def sharded(stage, folder, others=None, offload=()):
     os.makedirs(f'{folder}/half', exist_ok=True)
     half.save(f'{folder}/half')
     again.restore(f'{folder}/half')
-    out['bfloat16'] |= {
-        'counted': sorted({float(state['step']) for state in half.backend.adamw.state.values()}), 'went on':
-        steps(half, *batch, 1), 'resumed': steps(again, *batch, 1)
-    }
+    out['bfloat16'] |= {'counted': sorted({float(state['step']) for state in half.backend.adamw.state.values()}),
+                        'went on': steps(half, *batch, 1), 'resumed': steps(again, *batch, 1)}
     os.makedirs(f'{folder}/light', exist_ok=True)
     if half.backend.rank == 0: half.lighten(f'{folder}/half', f'{folder}/light')
     torch.distributed.barrier()

@@ -1,6 +1,4 @@
 """A judge behind HTTP, on this machine: what it replies is a function's word."""
-import http.server
-import json
 import os
 import subprocess
 import sys
@@ -9,6 +7,7 @@ import threading
 import pytest
 
 from credit_rl.judge import Judge
+from serving import Serving
 
 
 @pytest.fixture(autouse=True)
@@ -22,62 +21,38 @@ def counted(calls, **more):
     return dict(calls=calls, retries=0, failures=0, unparsable=0, empty=0, cut=0) | more
 
 
-class Server(http.server.ThreadingHTTPServer):
-    request_queue_size = 128    # five may wait by default; a connection beyond is tried again a second later
-
-
 class Stub:
     "Chat completions. `script`: function (prompt, attempt) -> reply, status, 'hang', or a body (dict, bytes)."
 
     def __init__(self, script, port=0):
         self.script, self.requests, self.lock, self.over = script, [], threading.Lock(), threading.Event()
-        stub = self
+        self.server = Serving(self.answer, port)
 
-        class Handler(http.server.BaseHTTPRequestHandler):
-            def do_POST(self):
-                body = json.loads(self.rfile.read(int(self.headers['Content-Length'])))
-                with stub.lock:
-                    prompt = body['messages'][-1]['content']
-                    attempt = sum(prompt == r['messages'][-1]['content'] for r in stub.requests)
-                    stub.requests.append({**body, 'path': self.path, 'key': self.headers['Authorization']})
-                todo = stub.script(prompt, attempt)
-                if todo == 'hang':
-                    stub.over.wait()
-                    return
-                status = todo if isinstance(todo, int) else 200
-                message = {'role': 'assistant', 'content': todo if isinstance(todo, str) else None}
-                data = {'id': 'x', 'object': 'chat.completion', 'created': 0, 'model': 'stub',
-                        'choices': [{'index': 0, 'message': message, 'finish_reason': 'stop'}]}
-                if isinstance(todo, int):
-                    data = {'error': {'message': f'status {status} for {self.headers["Authorization"]}'}}
-                if isinstance(todo, dict): data = todo
-                raw = todo if isinstance(todo, bytes) else json.dumps(data).encode()
-                self.send_response(status)
-                self.send_header('Content-Type', 'text/html' if isinstance(todo, bytes) else 'application/json')
-                self.send_header('Content-Length', str(len(raw)))
-                self.send_header('retry-after-ms', '1')
-                self.end_headers()
-                self.wfile.write(raw)
+    def answer(self, path, body, headers):
+        key = headers['Authorization']
+        with self.lock:
+            prompt = body['messages'][-1]['content']
+            attempt = sum(prompt == r['messages'][-1]['content'] for r in self.requests)
+            self.requests.append({**body, 'path': path, 'key': key})
+        todo = self.script(prompt, attempt)
+        if todo == 'hang': return self.over.wait() and None
+        status, page = todo if isinstance(todo, int) else 200, isinstance(todo, bytes)
+        message = {'role': 'assistant', 'content': todo if isinstance(todo, str) else None}
+        data = {'id': 'x', 'object': 'chat.completion', 'created': 0, 'model': 'stub',
+                'choices': [{'index': 0, 'message': message, 'finish_reason': 'stop'}]}
+        if isinstance(todo, int): data = {'error': {'message': f'status {status} for {key}'}}
+        if isinstance(todo, (dict, bytes)): data = todo
+        return status, data, {'Content-Type': 'text/html' if page else 'application/json', 'retry-after-ms': '1'}
 
-            def log_message(self, *args): pass
-
-        self.server = Server(('127.0.0.1', port), Handler)
-        self.server.daemon_threads = True
-        self.thread = threading.Thread(target=self.server.serve_forever, kwargs={'poll_interval': 0.02}, daemon=True)
-
-    def __enter__(self):
-        self.thread.start()
-        return self
+    def __enter__(self): return self
 
     def __exit__(self, *exc):
         self.over.set()
-        self.server.shutdown()
-        self.server.server_close()
-        self.thread.join()
+        self.server.__exit__()
 
     def judge(self, **changes):
         setting = {'retries': 2, 'timeout': 600.0, 'concurrency': 4, **changes}
-        return Judge(f'http://127.0.0.1:{self.server.server_port}/v1', 'stub', **setting)
+        return Judge(f'{self.server.url}/v1', 'stub', **setting)
 
 
 def pleased(prompt, attempt):

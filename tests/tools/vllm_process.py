@@ -36,10 +36,8 @@ def syncs(engine, model):
     engine.load(dict(other.named_parameters()))
     seconds = time.perf_counter() - start
     after = sync_gap(engine, other, ODD)['logp_gap_max']
-    return {
-        'before': first, 'unsynced': apart, 'after': after, 'load_seconds': round(seconds, 3), 'ok':
-        first < 1e-3 < .1 < apart and after < 1e-3
-    }
+    return {'before': first, 'unsynced': apart, 'after': after, 'load_seconds': round(seconds, 3),
+            'ok': first < 1e-3 < .1 < apart and after < 1e-3}
 
 
 def untied():
@@ -75,10 +73,7 @@ def carl():
     env = tiny_environment(world, Eager(PROTOCOLS['carl-tiny'], tokenizer), max_turns=6, max_tokens=256)
     env = dataclasses.replace(env, context_tokens=9)
     engine = VLLMEngine(ROOT / 'data' / 'tiny_base', tokenizer, max_length=256, max_rows=32, settings=SETTINGS)
-    said = lambda groups: [[(x.kind, x.action_ids, x.context_ids)
-                            for x in t.turns]
-                           for g in groups
-                           for t in g.trajectories]
+    said = lambda groups: [[(x.kind, x.action_ids, x.context_ids) for x in t.turns] for g in groups for t in g.trajectories]
     greedy = SamplingParams(greedy=True, max_tokens=15)
     ours, theirs = (said(rollout(e, env, world.questions, 1, greedy))
                     for e in (engine, HFEngine(model, tokenizer, max_length=256)))
@@ -86,10 +81,8 @@ def carl():
     seen = Learner(model, Loss(), Optimiser()).evaluate(layout)
     gap = logp_gap(seen.logp, layout.logps, layout.trained)['logp_gap_max']
     kinds = [x[0] for t in ours for x in t]
-    return {
-        'gap': gap, 'segments': len(kinds), 'assimilate': kinds.count('assimilate'), 'ok': ours == theirs and
-        gap < 1e-3 and kinds.count('assimilate') > 6
-    }
+    return {'gap': gap, 'segments': len(kinds), 'assimilate': kinds.count('assimilate'),
+            'ok': ours == theirs and gap < 1e-3 and kinds.count('assimilate') > 6}
 
 
 def adapter():
@@ -110,19 +103,16 @@ def adapter():
                     module.weight += 2 * b @ a                      # lora_alpha / r = 8 / 4
         with tempfile.TemporaryDirectory() as folder:
             save_file(saved, f'{folder}/adapter_model.safetensors')
-            Path(folder, 'adapter_config.json').write_text(
-                json.dumps({
-                    'peft_type': 'LORA', 'task_type': 'CAUSAL_LM', 'r': 4, 'lora_alpha': 8, 'lora_dropout': 0., 'bias':
-                    'none', 'target_modules': ['q_proj', 'v_proj']
-                }))
+            Path(folder, 'adapter_config.json').write_text(json.dumps({
+                'peft_type': 'LORA', 'task_type': 'CAUSAL_LM', 'r': 4, 'lora_alpha': 8, 'lora_dropout': 0., 'bias': 'none',
+                'target_modules': ['q_proj', 'v_proj']}))
             before = sync_gap(engine, merged, ODD)['logp_gap_max']
             engine.load_adapter(folder)
         gaps.append((before, sync_gap(engine, merged, ODD)['logp_gap_max']))
     engine.load_adapter(None)
     none = sync_gap(engine, model, ODD)['logp_gap_max']
-    return {
-        'gaps': gaps, 'none': none, 'ok': all(before > .05 and after < 1e-3 for before, after in gaps) and none < 1e-3
-    }
+    return {'gaps': gaps, 'none': none,
+            'ok': all(before > .05 and after < 1e-3 for before, after in gaps) and none < 1e-3}
 
 
 class Waiting:
