@@ -27,6 +27,7 @@ from ..runlog import MAY_CHANGE, FolderInUse, check_free, lasting, read_params, 
 from ..settings import Config
 from ..setup import load_of, plan_of
 from ..sft import Imitation, Tuning, tuning_work
+from .competence import BROKEN
 from .longform import JudgeChoice
 
 # %% ../../nbs/papers/84_papers.ipynb #r002
@@ -142,7 +143,9 @@ class Work(Job):
         if self.method == 'competence':
             found = read_summary(self.after[0].folder) or {}
             if 'data' not in self.settings: return 'competence' in found
-            return {*set_names(self.settings['data'])} <= found.get('competence_sets', {}).keys()
+            wanted = {'questions': self.settings.get('questions', 500), 'split': self.settings.get('split')}
+            asked = found.get('competence_sets', {})
+            return all(wanted.items() <= asked.get(name, {}).items() for name in set_names(self.settings['data']))
         if self.method == 'longform': return any(self.folder.glob('*/judged.json'))
         return super().done
 
@@ -451,16 +454,15 @@ def price(work):
             seconds = of(played)['acting'] + updates * (of(each)['learning'] + of(each)['updating'])
         return seconds * plan.ranks / 3600, kept_bytes(memory(sizes, plan), min(c.checkpoints.keep, saves))[2]
     plan = TrainingPlan(ranks=c.ranks, width=2, gpu=True)
-    hours = lambda asked, most: step_seconds(sizes, plan, Load(asked * most, most), 120)['acting'] * c.ranks / 3600
+    acting = lambda asked, most: step_seconds(sizes, plan, Load(asked * most, most), 120)['acting'] * c.ranks / 3600
     if work.method == 'competence':
         own = {'max_tokens': c.max_tokens, 'questions': 500} | work.settings
-        each = lambda n: 6 * n + 5 * min(n, 100)        # by the base, the model, and with broken tools
-        return hours(sum(each(own['questions']) for _ in set_names(own['data'])), own['max_tokens'] // 2), 0.
+        each = lambda n: 6 * n + 5 * min(n, BROKEN)     # by the base, the model, and with broken tools
+        return acting(sum(each(own['questions']) for _ in set_names(own['data'])), own['max_tokens'] // 2), 0.
     known = _TRAINING if c.split == 'train' else _QUESTIONS
     asked = c.tries * sum(count_asked(c.questions, known.get(n, 500)) for n in set_names(c.data))
     # a pool's answers are a turn each
-    hours = hours(asked, (c.max_tokens if c.tries == 1 else c.turn_tokens) // 2)
-    return hours, (3e4 if c.tries == 1 else 200.) * asked
+    return acting(asked, (c.max_tokens if c.tries == 1 else c.turn_tokens) // 2), (3e4 if c.tries == 1 else 200.) * asked
 
 def plan_table(works):  # list of Work
     "What is done, running or missing, and what it costs: a pandas DataFrame, a row for each folder."

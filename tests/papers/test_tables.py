@@ -7,6 +7,7 @@ import os
 import re
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -19,7 +20,7 @@ from credit_rl.potentials import scoring_flops
 from credit_rl.runlog import RunLog, write_json
 from credit_rl.step_metrics import credit_metrics
 from credit_rl.studies import tables
-from credit_rl.studies.papers import (PAPERS, RunRow, all_works, entries, equations, find_entry, make_works, paper_numbers,
+from credit_rl.studies.papers import (PAPERS, RunRow, Work, all_works, entries, equations, find_entry, make_works, paper_numbers,
                                       paper_sentences, papers_folder, plan_entry, plan_lines, plan_table, price,
                                       read_paper, report, reported_table)
 from credit_rl.studies.tables import DRAWINGS, draw_rows, score_table
@@ -308,6 +309,12 @@ def test_what_was_asked_on_other_sets_is_pooled_by_hand(tmp_path):
     assert mechanism['no tool, all, base'] == pytest.approx((.75 + 0 + 1) / 3) and mechanism['V, not known'] == .25
     assert mechanism['V, known'] == mechanism['note precision'] == pytest.approx((3 * .5 + .9 + 4 * .7) / 8)
     with pytest.raises(ValueError, match='was not examined on nq'): DRAWINGS['broken_table'](row, ['nq'])
+    work = Work('competence', 0, tmp_path, {'data': 'hotpotqa', 'questions': 4}, None, (SimpleNamespace(folder=tmp_path),))
+    assert not work.done                                                     # nobody says how many were asked
+    for asked in (3, 4):
+        sets['hotpotqa'] |= {'questions': asked, 'split': None}
+        write_json(tmp_path / 'summary.json', {'competence_sets': sets})
+        assert work.done == (asked == 4)
     write_json(tmp_path / 'summary.json', {'competence': sets['musique']})
     assert DRAWINGS['broken_table'](row, ['hotpotqa']).loc['carl', 'working'] == 0
 
