@@ -393,13 +393,26 @@ class AuditChoice(SettingsGroup):
     "An audit."
     asked: int = setting(16, 'questions that are played', least=2)
     attempts: int = setting(4, 'attempts at each', least=2)
-    rules: list = setting(list(_RULES), 'rows of METHODS that are judged')
+    rules: list = setting(list(_RULES), 'rows of METHODS that are judged, or {name: {method: …, options: {…}}}')
     plays: int = setting(16, 'continuations of every state', least=2)
     teach: int = setting(4, 'batches from which a critic learns before it is judged', least=0)
 
     def __post_init__(self):
         super().__post_init__()
-        for name in self.rules: get_method(name)
+        for method, options in self.judged().values():
+            if not isinstance(options, dict): raise ValueError(f'rules: options are a mapping, got {options!r}')
+            get_method(method)
+
+    def judged(self):
+        "What is judged: dict name -> (method, options). Raises ValueError on what is neither a name nor a mapping."
+        out = {}
+        for rule in self.rules:
+            own = rule if isinstance(rule, dict) else {rule: {}}
+            for name, how in own.items():
+                if not isinstance(how, dict) or set(how) - {'method', 'options'}:
+                    raise ValueError(f'rules: a name, or {{name: {{method: …, options: {{…}}}}}}, got {rule!r}')
+                out[name] = how.get('method', name), how.get('options', {})
+        return out
 
 # %% ../nbs/6_looking/71_audit.ipynb #sp716
 def _rule_credit(
@@ -424,6 +437,7 @@ def _rule_credit(
 def _judged_run(
     config,  # Config of a training
     name,    # of a method
+    options, # of it: dict
     stage,   # Setup
     origin,  # Origin
     teach=4, # batches from which a critic learns first
@@ -432,7 +446,7 @@ def _judged_run(
     "A run of a method whose policy stands still, its critic taught: `Run`."
     critic = 'own' if get_method(name).critic else None
     # terms of a loss beside the advantages get a rate that is too small to move a weight
-    still = dataclasses.replace(config, method=name, options=config.options if name == config.method else {},
+    still = dataclasses.replace(config, method=name, options=options,
                                 learning_rate=1e-12, log={'kl': False}, steps=max(1, teach), ahead=0, critic={
                                     **vars(config.critic), 'kind': critic, 'rate': config.critic.rate or 2e-3, 'backbone_rate': 5e-4})
     engine = make_engine(still, origin.start, stage.model, stage.chat.tokenizer)
@@ -485,8 +499,10 @@ def _reads_chains(name): return not {'solver', 'notes'}.isdisjoint(r.name for r 
 def _make_audit(config, auditing, say):
     """An audit: (truth, table, what else was found: dict, table of a tiny world against the solver's values, None of
     others)."""
-    judged = [name for name in auditing.rules if config.data == 'tiny' or not _reads_chains(name)]
-    if left := [name for name in auditing.rules if name not in judged]:
+    own = lambda method: config.options if method == config.method else {}
+    asked = {name: (method, options or own(method)) for name, (method, options) in auditing.judged().items()}
+    judged = {name: how for name, how in asked.items() if config.data == 'tiny' or not _reads_chains(how[0])}
+    if left := [name for name in asked if name not in judged]:
         say(f'{", ".join(left)}: left out, for it reads the chains of the tiny world, and data is {config.data!r}')
     set_torch(config.torch.threads, config.torch.tf32)
     origin = origin_of(config)
@@ -497,15 +513,15 @@ def _make_audit(config, auditing, say):
     say(f'{auditing.asked} questions, {auditing.attempts} attempts each')
     groups = rollout(engine, env, questions, auditing.attempts, how, seed_of('audit', config.seed),
                      Progress(say, 'rollouts played', auditing.asked * auditing.attempts))
-    first = _judged_run(config, 'grpo', stage, origin, 0)
+    first = _judged_run(config, 'grpo', own('grpo'), stage, origin, 0)
     outcome, since = lambda g: first.method.text_rewards(g)['outcome'], time.monotonic()
     truth = find_truth(engine, env, groups, auditing.plays, outcome, how, seed_of('audit, on', config.seed),
                        say)
     say(f'{len(truth.played)} states, {auditing.plays} continuations of each: {time.monotonic() - since:.0f} s')
     rules, costs = {}, {}
-    for name in judged:
+    for name, how in judged.items():
         say(f'{name}: asked')
-        run = _judged_run(config, name, stage, origin, auditing.teach, say)
+        run = _judged_run(config, *how, stage, origin, auditing.teach, say)
         rules[name], costs[name] = _rule_credit(run, groups, truth.outcome)
     gradients = _turn_gradients(stage.model.eval(), pack(groups))
     belief = belief_of(stage.model, stage.chat, groups)

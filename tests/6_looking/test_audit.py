@@ -284,10 +284,12 @@ def test_a_checkpoint_is_audited_from_a_shell(root, tmp_path, monkeypatch, capsy
     monkeypatch.chdir(root)
     for module in (audit_module, train_module):
         monkeypatch.setattr(module, 'Progress', functools.partial(Progress, every=0))
-    main([*AUDIT, f'run={tmp_path}/a', 'rules=[grpo, tspo, tips]', 'asked=4', 'plays=2', 'teach=1'])
+    main([*AUDIT, f'run={tmp_path}/a', 'asked=4', 'plays=2', 'teach=1',
+          'rules=[grpo, igpo, tips, {by em: {method: igpo, options: {metric: em, penalty: null}}}]'])
     table = pd.read_csv(tmp_path / 'a' / 'audit.csv', index_col='rule')
     found = json.loads((tmp_path / 'a' / 'audit.json').read_text())
-    assert list(table.index) == ['grpo', 'tspo', 'tips', 'half', 'even', 'chance']
+    assert list(table.index) == ['grpo', 'igpo', 'tips', 'by em', 'half', 'even', 'chance']
+    assert table.loc['igpo', 'pays otherwise'] > 0 == table.loc['by em', 'pays otherwise']
     assert table.loc['tips', 'forward tokens'] > 0 == table.loc['grpo', 'forward tokens']
     said = capsys.readouterr().out
     assert found['findings'] in said and found['continuations'] == 2
