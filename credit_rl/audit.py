@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['KINDS', 'FEW', 'Truth', 'find_truth', 'turn_kinds', 'squares_by_kind', 'kendall', 'agreements', 'agreement_intervals',
-           'signal_to_noise', 'rollouts_saved', 'saving_says', 'audit', 'AuditChoice', 'run_audit',
+           'signal_to_noise', 'rollouts_saved', 'saving_says', 'audit', 'score_of_bases', 'AuditChoice', 'run_audit',
            'read_audit_settings', 'main']
 
 # %% ../nbs/6_looking/71_audit.ipynb #a003
@@ -266,8 +266,10 @@ def _score_by_kind(credit, base, right, kinds, made):  # (N, K) each; made: of a
     own, other = clear(credit), clear(base)
     own = torch.where(own.isnan() & ~other.isnan(), 0., own)      # says nothing where there is something to say
     found = turn_score(own, other)
+    sums = {f'{name}, {what}': float(x) for name, g, t in zip(KINDS, parts(credit), parts(right)) for what, x in
+            (('along', _cross_sums(g, t)[0][0]), ('noise', _cross_sums(g, g)[1][0] / len(g)), ('true', _cross_sums(t, t)[0][0]))}
     return {'score by turn': found['score'], 'kinds that count': found['turns'], 'kinds not taught': found['untaught'],
-            'kinds missing': found['missing']}
+            'kinds missing': found['missing'], **sums}
 
 def audit(
     rules,           # dict name -> (N, K) credit of every turn
@@ -309,6 +311,29 @@ def audit(
                       for key, v in ((score, mean), (f'{score}, low', low), (f'{score}, high', high))}
         rows[name] |= about
     return pd.DataFrame.from_dict(rows, orient='index').rename_axis('rule')
+
+# %% ../nbs/6_looking/71_audit.ipynb #a021z3
+def score_of_bases(
+    tables,          # of `audit`, one for each base, two or more
+    rule,            # a row of them
+    baseline='grpo', # the row that it is compared with
+):
+    """The score by turn of several bases' audits taken together (ours): `turn_score`'s dict with its 95 % interval, `low` to
+    `high`, by leaving out one base at a time. NaN of a rule that pays another outcome in one of the audits."""
+    def means(name, what):       # of all bases and of all but each: (1 + bases, kinds)
+        x = torch.tensor([[table.loc[name, f'{kind}, {what}'] for kind in KINDS] for table in tables]).double()
+        return torch.cat([x.mean(0)[None], (x.sum(0) - x) / (len(x) - 1)])
+    ends = lambda x: torch.tensor([jackknife(column)[:2] for column in x.T])
+    true = means(baseline, 'true')
+    told = (ends(true)[:, 1] > 0) & (true > 0).all(0)
+    def clear(name):
+        along, noise = means(name, 'along'), means(name, 'noise')
+        return torch.where(told, along / torch.where(noise > 0, true * noise, 1.).sqrt(), math.nan)
+    own, base = clear(rule), clear(baseline)
+    found, counts = turn_score(ends(own), ends(base)), ends(base)[:, 1] > 0
+    logs = jackknife((own / base)[:, counts].log().mean(1)) if found['score'] > 0 else (math.nan,) * 3
+    return {**found, 'low': math.exp(logs[1]), 'high': math.exp(logs[2])}
+
 
 # %% ../nbs/6_looking/71_audit.ipynb #a022
 _CONTROLS = ('half', 'vine', 'even', 'chance')    # rows of an audit that are no rules to choose from

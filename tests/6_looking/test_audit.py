@@ -346,3 +346,26 @@ def test_the_score_by_turn_is_that_of_products_between_questions():
     silent = rule * torch.tensor([1., 0., 1.])
     found = audit_module._score_by_kind(silent, grpo, right, kinds, made)
     assert found['score by turn'] == 0 and found['kinds not taught'] == 1
+
+
+def test_several_bases_together_tell_what_one_cannot():
+    """Forty bases of few questions: none tells its true credit from 0, together they give the ratio that the numbers were
+    drawn with. A rule that says nothing of a kind does not teach it; one that pays otherwise in one audit is not scored."""
+    generator, b, d = torch.Generator().manual_seed(0), 12, 40
+    drawn = lambda *shape: torch.randn(*shape, generator=generator)
+    kinds, tables = torch.full((b, 1), 2), []
+    for _ in range(40):
+        gradients = drawn(b, 1, d) + torch.tensor([1.2] + [0.] * (d - 1))
+        made = lambda credit: torch.einsum('nk,nkd->nd', credit, gradients)
+        right = 1 + drawn(b, 1) * .1
+        grpo, rule = (right + drawn(b, 1) * spread for spread in (2., .1))
+        rows = {name: audit_module._score_by_kind(credit, grpo, right, kinds, made)
+                for name, credit in {'grpo': grpo, 'rule': rule, 'silent': 0 * rule}.items()}
+        tables.append(pd.DataFrame.from_dict(rows | {'otherwise': {}}, orient='index'))
+    alone = sum(table.loc['rule', 'score by turn'] > 0 for table in tables)
+    found = audit_module.score_of_bases(tables, 'rule')
+    wanted = ((5.01 * (d + 1.44) - 1.44) / (1.02 * (d + 1.44) - 1.44)) ** .5     # E c² E |γ|² − |E cγ|² of each
+    assert found['low'] < wanted < found['high'] and found['high'] / found['low'] < 2.5 and found['turns'] == 1 and alone < 20, (found, alone)
+    assert audit_module.score_of_bases(tables, 'grpo')['score'] == pytest.approx(1.)
+    silent, otherwise = (audit_module.score_of_bases(tables, name) for name in ('silent', 'otherwise'))
+    assert silent['score'] == 0 and silent['untaught'] == 1 and math.isnan(otherwise['score'])
