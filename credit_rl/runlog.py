@@ -392,7 +392,7 @@ def write_json(path,    # file to replace or make
 
 # %% ../nbs/machinery/02_runlog.ipynb #w011
 # the files of a run that a study's table keeps as text
-PACKED = 'params.yaml', 'summary.json', 'replay.json', 'audit.json', 'audit.csv', 'asking.json'
+PACKED = 'params.yaml', 'summary.json', 'replay.json', 'audit.json', 'audit.csv', 'solver.csv', 'asking.json'
 _MOST = 64 << 20   # bytes of a YAML or JSON file that is read whole, and of a line of metrics
 _MOST_STEP = 256 << 20   # bytes of a step's rollouts, unpacked
 
