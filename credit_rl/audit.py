@@ -266,8 +266,10 @@ def _score_by_kind(credit, base, right, kinds, made):  # (N, K) each; made: of a
     own, other = clear(credit), clear(base)
     own = torch.where(own.isnan() & ~other.isnan(), 0., own)      # says nothing where there is something to say
     found = turn_score(own, other)
-    sums = {f'{name}, {what}': float(x) for name, g, t in zip(KINDS, parts(credit), parts(right)) for what, x in
-            (('along', _cross_sums(g, t)[0][0]), ('noise', _cross_sums(g, g)[1][0] / len(g)), ('true', _cross_sums(t, t)[0][0]))}
+    sums = {}
+    for name, g, t in zip(KINDS, parts(credit), parts(right)):
+        sums |= {f'{name}, along': _cross_sums(g, t)[0][0].item(), f'{name}, true': _cross_sums(t, t)[0][0].item(),
+                 f'{name}, noise': _cross_sums(g, g)[1][0].item() / len(g)}
     return {'score by turn': found['score'], 'kinds that count': found['turns'], 'kinds not taught': found['untaught'],
             'kinds missing': found['missing'], **sums}
 
@@ -318,8 +320,8 @@ def score_of_bases(
     rule,            # a row of them
     baseline='grpo', # the row that it is compared with
 ):
-    """The score by turn of several bases' audits taken together (ours): `turn_score`'s dict with its 95 % interval, `low` to
-    `high`, by leaving out one base at a time. NaN of a rule that pays another outcome in one of the audits."""
+    """The score by turn of several bases' audits taken together (ours): `turn_score`'s dict with its 95 % interval,
+    `low` to `high`, by leaving out one base at a time. NaN of a rule that pays another outcome in one of the audits."""
     def means(name, what):       # of all bases and of all but each: (1 + bases, kinds)
         x = torch.tensor([[table.loc[name, f'{kind}, {what}'] for kind in KINDS] for table in tables]).double()
         return torch.cat([x.mean(0)[None], (x.sum(0) - x) / (len(x) - 1)])
@@ -333,7 +335,6 @@ def score_of_bases(
     found, counts = turn_score(ends(own), ends(base)), ends(base)[:, 1] > 0
     logs = jackknife((own / base)[:, counts].log().mean(1)) if found['score'] > 0 else (math.nan,) * 3
     return {**found, 'low': math.exp(logs[1]), 'high': math.exp(logs[2])}
-
 
 # %% ../nbs/6_looking/71_audit.ipynb #a022
 _CONTROLS = ('half', 'vine', 'even', 'chance')    # rows of an audit that are no rules to choose from
@@ -432,8 +433,7 @@ class AuditChoice(SettingsGroup):
         "What is judged: dict name -> (method, options). Raises ValueError on what is neither a name nor a mapping."
         out = {}
         for rule in self.rules:
-            own = rule if isinstance(rule, dict) else {rule: {}}
-            for name, how in own.items():
+            for name, how in (rule if isinstance(rule, dict) else {f'{rule}': {}}).items():
                 if not isinstance(how, dict) or set(how) - {'method', 'options'}:
                     raise ValueError(f'rules: a name, or {{name: {{method: …, options: {{…}}}}}}, got {rule!r}')
                 out[name] = how.get('method', name), how.get('options', {})
