@@ -261,13 +261,12 @@ FEW = get_method('vine').options['m']             # continuations of a state, fr
 
 def _score_by_kind(credit, base, right, kinds, made):  # (N, K) each; made: of a credit -> (B, D)
     "The score of a credit over a baseline's, kind of turn by kind of turn (`turn_score`): dict of columns."
-    parts = lambda x: [made(torch.where(kinds == kind, x, 0.)) for kind in range(len(KINDS))]
-    clear = lambda x: torch.tensor([signal_to_noise(g, t).interval()[:2] for g, t in zip(parts(x), parts(right))])
-    own, other = clear(credit), clear(base)
+    gs, bs, ts = ([made(torch.where(kinds == kind, x, 0.)) for kind in range(len(KINDS))] for x in (credit, base, right))
+    own, other = (torch.tensor([signal_to_noise(g, t).interval()[:2] for g, t in zip(x, ts)]) for x in (gs, bs))
     own = torch.where(own.isnan() & ~other.isnan(), 0., own)      # says nothing where there is something to say
     found = turn_score(own, other)
     sums = {}
-    for name, g, t in zip(KINDS, parts(credit), parts(right)):
+    for name, g, t in zip(KINDS, gs, ts):
         sums |= {f'{name}, along': _cross_sums(g, t)[0][0].item(), f'{name}, true': _cross_sums(t, t)[0][0].item(),
                  f'{name}, noise': _cross_sums(g, g)[1][0].item() / len(g)}
     return {'score by turn': found['score'], 'kinds that count': found['turns'], 'kinds not taught': found['untaught'],
@@ -321,7 +320,9 @@ def score_of_bases(
     baseline='grpo', # the row that it is compared with
 ):
     """The score by turn of several bases' audits taken together (ours): `turn_score`'s dict with its 95 % interval,
-    `low` to `high`, by leaving out one base at a time. NaN of a rule that pays another outcome in one of the audits."""
+    `low` to `high`, by leaving out one base at a time. NaN of a rule that pays another outcome in one of the audits.
+    Raises ValueError on fewer than two audits."""
+    if len(tables) < 2: raise ValueError(f'audits of two bases or more are wanted, got {len(tables)}')
     def means(name, what):       # of all bases and of all but each: (1 + bases, kinds)
         x = torch.tensor([[table.loc[name, f'{kind}, {what}'] for kind in KINDS] for table in tables]).double()
         return torch.cat([x.mean(0)[None], (x.sum(0) - x) / (len(x) - 1)])
@@ -425,18 +426,20 @@ class AuditChoice(SettingsGroup):
 
     def __post_init__(self):
         super().__post_init__()
-        for method, options in self.judged().values():
-            if not isinstance(options, dict): raise ValueError(f'rules: options are a mapping, got {options!r}')
-            get_method(method)
+        for method, options in self.judged().values(): get_method(method).settings(options or {})
 
     def judged(self):
-        "What is judged: dict name -> (method, options). Raises ValueError on what is neither a name nor a mapping."
+        """What is judged: dict name -> (method, its options or None). Raises ValueError on what is neither a name nor such a
+        mapping, and on a name that stands twice or is a control's."""
         out = {}
         for rule in self.rules:
             for name, how in (rule if isinstance(rule, dict) else {f'{rule}': {}}).items():
-                if not isinstance(how, dict) or set(how) - {'method', 'options'}:
+                if not isinstance(how, dict) or set(how) - {'method', 'options'} or not isinstance(
+                        how.get('options', {}), dict):
                     raise ValueError(f'rules: a name, or {{name: {{method: …, options: {{…}}}}}}, got {rule!r}')
-                out[name] = how.get('method', name), how.get('options', {})
+                if name in out or name in ('half', 'even', 'chance'):
+                    raise ValueError(f'rules: {name!r} ' + ('stands twice' if name in out else "is a control's name"))
+                out[name] = how.get('method', name), how.get('options')
         return out
 
 # %% ../nbs/6_looking/71_audit.ipynb #sp716
@@ -525,7 +528,7 @@ def _make_audit(config, auditing, say):
     """An audit: (truth, table, what else was found: dict, table of a tiny world against the solver's values, None of
     others)."""
     own = lambda method: config.options if method == config.method else {}
-    asked = {name: (method, options or own(method)) for name, (method, options) in auditing.judged().items()}
+    asked = {name: (method, own(method) if options is None else options) for name, (method, options) in auditing.judged().items()}
     judged = {name: how for name, how in asked.items() if config.data == 'tiny' or not _reads_chains(how[0])}
     if left := [name for name in asked if name not in judged]:
         say(f'{", ".join(left)}: left out, for it reads the chains of the tiny world, and data is {config.data!r}')
