@@ -132,9 +132,10 @@ def pytest_collection_modifyitems(config, items):
     recorded, units = read_durations(), Counter()
     seconds = {name: took for name, (took, _) in recorded.items()}
     if not os.environ.get('NIGHTLY'): keep(config, items, lambda item: item.get_closest_marker('nightly') is None)
+    asked = config.getoption('markexpr')
     for item in items:
         fixtures = [d.func for defs in item._fixtureinfo.name2fixturedefs.values() for d in defs]
-        if starts_processes(item.function, *fixtures): item.add_marker('process')
+        if 'process' in asked and starts_processes(item.function, *fixtures): item.add_marker('process')
         if 'open_tab' in item.function.__code__.co_names: item.add_marker('browser')
     below, at_least = config.getoption('below'), config.getoption('at_least')
     if below is not None: keep(config, items, lambda item: not takes_long(item, seconds, below))

@@ -36,8 +36,11 @@ class Cell:
         self.ran = bool(self.outputs) or d.get('execution_count') is not None
         self.directives = dict(re.findall(r'^#\s*\|\s*(\w+):?[ \t]*(.*?)\s*$', self.source, re.M)) if self.code else {}
         self.exported = any(name in self.directives for name in ('export', 'exporti', 'exports'))
+
+    @functools.cached_property
+    def tree(self):
         lines = (re.sub(r'^(\s*)[%!].*', r'\1pass', line) for line in self.source.splitlines())
-        self.tree = ast.parse('\n'.join(lines) if self.code else '')
+        return ast.parse('\n'.join(lines) if self.code else '')
 
     def asserts(self):
         return any(isinstance(n, ast.Assert) or isinstance(n, ast.Call) and 'assert' in ast.unparse(n.func)
