@@ -170,8 +170,7 @@ class Dense:
     def search(self, queries, k):
         """For each query the k nearest `Passage`s, their cosines as scores, best first, equal ones by passage index:
         list of Q lists; a blank query finds nothing."""
-        queries = list(queries) if not isinstance(queries, str) else queries
-        check_search(queries, k)
+        queries = check_search(queries, k)
         unique = [q for q in dict.fromkeys(queries) if q.strip()]
         hits = dict.fromkeys(queries, [])
         if unique:
@@ -210,8 +209,19 @@ class Dense:
     def load(cls, folder, passages=None, model=None,  # model: as above; None: the one it was built with
              how=DenseSearch()):
         """Open what `save` or `build_dense` wrote, memory-mapped; with `passages`, or their `corpus_hash`, an index of
-        another corpus is refused."""
-        return _load_dense(cls, folder, passages, model, how)
+        another corpus is refused. Raises on a folder that is none, is damaged, or is of another kind of model."""
+        faiss, about, stored = _faiss(), read_index(folder, 'dense', passages), PassageFile(folder)
+        if model is None and about['model'] is None:
+            raise ValueError(f'the vectors in {folder} were made by a function; give it as model')
+        place = str(Path(folder) / 'vectors.faiss')
+        index = faiss.read_index(place, faiss.IO_FLAG_MMAP_IFC)
+        if not len(stored) == index.ntotal == about['passages']:
+            raise ValueError(f'{folder} is damaged: {len(stored)} passages, {index.ntotal} vectors; build the index '
+                             'again')
+        retriever = cls.__new__(cls)
+        retriever._set(stored, model or about['model'], about['prefixes'], about['corpus'])
+        retriever._search_in(index, about['factory'], how, lambda: faiss.read_index(place))
+        return retriever
 
 # %% ../nbs/2_environment/15_dense.ipynb #c018
 def _write_dense(folder, index, about):
@@ -223,20 +233,6 @@ def _index_facts(passages, corpus, factory, model, prefixes):
     "What is kept of how an index was made: dict."
     return {'name': 'Dense', 'passages': passages, 'corpus': corpus, 'factory': factory,
             'model': None if callable(model) else str(model), 'prefixes': list(prefixes)}
-
-def _load_dense(cls, folder, passages, model, how):
-    "Open a `Dense`. Raises on a folder that is none, is damaged, or is of other passages or another kind of model."
-    faiss, about, stored = _faiss(), read_index(folder, 'dense', passages), PassageFile(folder)
-    if model is None and about['model'] is None:
-        raise ValueError(f'the vectors in {folder} were made by a function; give it as model')
-    place = str(Path(folder) / 'vectors.faiss')
-    index = faiss.read_index(place, faiss.IO_FLAG_MMAP_IFC)
-    if not len(stored) == index.ntotal == about['passages']:
-        raise ValueError(f'{folder} is damaged: {len(stored)} passages, {index.ntotal} vectors; build the index again')
-    retriever = cls.__new__(cls)
-    retriever._set(stored, model or about['model'], about['prefixes'], about['corpus'])
-    retriever._search_in(index, about['factory'], how, lambda: faiss.read_index(place))
-    return retriever
 
 # %% ../nbs/2_environment/15_dense.ipynb #c019
 def build_dense(

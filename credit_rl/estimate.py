@@ -240,9 +240,9 @@ def _acting_seconds(sizes, plan, load):
             + max(0., load.longest - tokens) * token_seconds(sizes, 1))
 
 # %% ../nbs/machinery/04_estimate.ipynb #c025
-def forward_flops(sizes, tokens, length):
-    "Count the FLOPs of a forward over `tokens` in rows of `length`."
-    return 2 * sizes.multiplied * tokens + 2 * tokens * length * sizes.query * sizes.layers
+def forward_flops(sizes, tokens, pairs):
+    "Count the FLOPs of a forward over so many tokens, and pairs of them of which one attends to the other."
+    return 2 * sizes.multiplied * tokens + 4 * pairs * sizes.query * sizes.layers
 
 def measure_tflops(device=None, dtype=None, width=1024, seconds=.3):
     """Measure what this host's GPU, or its processor where there is none, multiplies: 10¹² FLOPs a second of products
@@ -302,7 +302,7 @@ def step_seconds(
 ):
     """Estimate the seconds of a training step: dict of acting, reading, learning, updating and sending. A processor's
     forwards are their products alone, and it sends at once."""
-    one = forward_flops(sizes, load.tokens, load.length) / (plan.ranks * tflops * 1e12)
+    one = forward_flops(sizes, load.tokens, load.tokens * load.length / 2) / (plan.ranks * tflops * 1e12)
     losses = 2 if plan.critic or plan.twice else 1
     back = (3 + plan.checkpointing - (plan.share < 1)) * losses                # additions alone get gradients
     learns, reads = (n * own * sizes.layers * (plan.gpu and plan.row_tokens > 0)
@@ -395,13 +395,9 @@ def rows_work(prompt, response, segments=1, together=1):
     return apart, (prompt + together * sum(n for _, n in spans), prompt ** 2 / 2 + together * pairs)
 
 # %% ../nbs/machinery/04_estimate.ipynb #s4x5
-def _work_flops(sizes, tokens, pairs):
-    "Count the FLOPs of a forward over so many tokens and pairs."
-    return 2 * sizes.multiplied * tokens + 4 * pairs * sizes.query * sizes.layers
-
 def sharing_gain(sizes, apart, shared):  # (tokens, pairs) each
     "How many times the work of a tree rows of their own are, in FLOPs."
-    return _work_flops(sizes, *apart) / _work_flops(sizes, *shared)
+    return forward_flops(sizes, *apart) / forward_flops(sizes, *shared)
 
 # %% ../nbs/machinery/04_estimate.ipynb #s4x6
 def describe_sharing(

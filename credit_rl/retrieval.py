@@ -120,17 +120,18 @@ def _best(scores, k):
 
 # %% ../nbs/2_environment/12_retrieval.ipynb #c025
 def check_search(queries, k):
-    "Refuse queries that are not a list of strings, and k below 1."
+    "Queries as a list. Refuse what is no list of strings, and k below 1."
+    queries = list(queries) if not isinstance(queries, str) else queries
     if isinstance(queries, str) or not all(isinstance(q, str) for q in queries):
         raise TypeError(f'queries must be a list of strings, got {queries!r:.80}; write [query] for a single one')
     if operator.index(k) < 1: raise ValueError(f'k is the number of passages wanted and must be at least 1, got {k}')
+    return queries
 
 # %% ../nbs/2_environment/12_retrieval.ipynb #c026
 def _search(retriever, queries, k):
     """For each query up to k `Passage`s with score > 0, best first, ties by passage index: list of Q lists. The
     retriever has `passages` and `scores(queries)` → (Q, P), freshly computed."""
-    queries = list(queries) if not isinstance(queries, str) else queries
-    check_search(queries, k)
+    queries = check_search(queries, k)
     passages, unique, found = retriever.passages, list(dict.fromkeys(queries)), {}   # a group often asks the same
     step = max(1, 2 ** 20 // len(passages))         # about a million scores at a time
     for i in range(0, len(unique), step):
@@ -238,14 +239,18 @@ class BM25:
                 'variant': self.variant, **({'bigrams': True} if self.bigrams else {})}
 
     def save(self, folder):
-        "Write the index and its passages to `folder`, all or nothing (see *Keeping an index* below)."
-        _save_index(self, folder)
+        """Write the index and its passages to `folder`, all or nothing (see *Keeping an index* below). Raises if the
+        folder holds something else."""
+        with new_index(folder) as new:
+            self.index.save(new, show_progress=False)
+            with PassageWriter(new) as file:
+                for p in self.passages: file.add(p)
+            _note_index(new, len(self.passages), file.corpus, self.k1, self.b, self.variant, self.bigrams)
 
     @classmethod
     def load(cls, folder, passages=None):
         """Open what `save` wrote, memory-mapped; with `passages`, or their `corpus_hash`, an index of another corpus
         is refused."""
-        # open a `BM25` that `_save_index` wrote, memory-mapped
         bm25s = _import_bm25s()
         about = read_index(folder, 'bm25', passages)
         index, stored = bm25s.BM25.load(folder, mmap=True), PassageFile(folder)
@@ -356,15 +361,6 @@ def _note_index(folder, passages, corpus, k1, b, variant, bigrams):
     about = {'format': 2, 'kind': 'bm25', 'passages': passages, 'corpus': corpus, 'k1': k1, 'b': b, 'variant': variant,
              **({'bigrams': True} if bigrams else {})}
     (folder / 'index.json').write_text(json.dumps(about))
-
-def _save_index(retriever, folder):
-    "Write a `BM25` to `folder`, by way of a temporary folder beside it. Raises if the folder holds something else."
-    with new_index(folder) as new:
-        retriever.index.save(new, show_progress=False)
-        with PassageWriter(new) as file:
-            for p in retriever.passages: file.add(p)
-        _note_index(new, len(retriever.passages), file.corpus, retriever.k1, retriever.b, retriever.variant,
-                    retriever.bigrams)
 
 # %% ../nbs/2_environment/12_retrieval.ipynb #c046
 def read_index(folder, kind=None, passages=None):
