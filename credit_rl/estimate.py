@@ -10,6 +10,7 @@ __all__ = ['KNOWN_SIZES', 'Sizes', 'read_sizes', 'TrainingPlan', 'memory', 'toke
 # %% ../nbs/machinery/04_estimate.ipynb #c002
 from dataclasses import dataclass, replace
 from pathlib import Path
+import numpy as np
 from .runlog import read_turns
 
 # %% ../nbs/machinery/04_estimate.ipynb #c005
@@ -219,12 +220,7 @@ _WRITING = {494_032_768: {64: .0060, 160: .0157}, 3_085_938_688: {64: .0100, 160
 
 def _between(x, known):
     "A value between those of known places, proportional to the place beyond the last: `known` is a dict in order."
-    places = list(known)
-    if x <= places[0]: return known[places[0]]
-    if x >= places[-1]: return known[places[-1]] * x / places[-1]
-    i = next(i for i, place in enumerate(places) if place > x)
-    a, b = places[i - 1], places[i]
-    return known[a] + (known[b] - known[a]) * (x - a) / (b - a)
+    return float(np.interp(x, list(known), list(known.values()))) * max(1, x / max(known))
 
 def token_seconds(sizes, rows):
     """Estimate the seconds in which one GPU writes a token of each of so many trajectories. Models that are smaller than

@@ -7,7 +7,7 @@ __all__ = ['search_app', 'SearchServer', 'Patience', 'open_retriever', 'serve', 
            'is_kept_searches', 'SearchCache', 'read_corpus', 'build', 'main']
 
 # %% ../nbs/machinery/16_search_service.ipynb #c003
-import asyncio, functools, json, multiprocessing, os, re, signal, socket, sys, threading, time, warnings
+import asyncio, functools, json, multiprocessing, os, re, signal, socket, sys, threading, time
 from dataclasses import dataclass
 from http.client import HTTPException
 from itertools import islice
@@ -19,8 +19,8 @@ from .datasets import load_corpus
 from .dense import E5, DenseSearch, build_dense, open_index
 from .options import SettingsGroup, options_in, setting
 from .parameters import error_line, make_parser
-from .readers import (Cutting, Passage, RowError, document_files, read_contents, read_field, read_rows,
-                               read_title)
+from .readers import (Cutting, Passage, RowError, document_files, parse_rows, read_contents, read_field,
+                               read_rows, read_title)
 from .retrieval import Retriever, build_index, check_search, contents
 from .runlog import Journal, atomic_write
 
@@ -473,18 +473,10 @@ def read_corpus(
     if whole or is_question_row(next(iter(read_rows(path)), (None, None))[1]):
         yield from load_corpus(name, path, on_error=on_error, cut=cut if whole else None)
         return
-    skipped, rows = [], 0
-    for rows, (where, row) in enumerate(read_rows(path), 1):
-        try:
-            if isinstance(row, RowError): raise row
-            for given, title, text in read_passages(bench, row):
-                yield Passage(str(count) if given is None else given, title, text)
-                count += 1
-        except RowError as e:
-            skipped.append(RowError(e.field, e.problem, where))
-            if on_error == 'raise': raise skipped[0] from None
-    if skipped and not count: raise ValueError(f'all {rows} rows are malformed; the first: {skipped[0]}')
-    if skipped: warnings.warn(f'skipped {len(skipped)} of {rows} rows; the first: {skipped[0]}', stacklevel=2)
+    for found in parse_rows(read_rows(path), lambda row: read_passages(bench, row), on_error, []):
+        for given, title, text in found:
+            yield Passage(str(count) if given is None else given, title, text)
+            count += 1
 
 # %% ../nbs/machinery/16_search_service.ipynb #s6x7
 def _progress(passages, total=None, every=20., clock=time.monotonic):
