@@ -15,8 +15,8 @@ from pathlib import Path
 import numpy as np
 
 from .options import SettingsGroup, setting
-from .retrieval import (BM25, PassageFile, PassageWriter, check_passages, check_search, contents, corpus_hash,
-                                 new_index, read_index)
+from .retrieval import (BM25, PassageFile, PassageWriter, check_passages, check_search, contents, kept_hash, new_index,
+                                 read_index)
 from .runlog import atomic_write
 
 # %% ../nbs/2_environment/15_dense.ipynb #c005
@@ -185,11 +185,7 @@ class Dense:
         p = self.passages[i]
         return type(p)(p.id, p.title, p.text, score)
 
-    @property
-    def corpus(self):
-        "The `corpus_hash` of its passages."
-        self._corpus = self._corpus or corpus_hash(self.passages)
-        return self._corpus
+    corpus = property(kept_hash)
 
     def about(self):
         "What a manifest says of it: passages and their hash, and what the vectors were made with."

@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['LAUNCHER', 'Ranks', 'FirstPlays', 'is_rank', 'join_ranks', 'check_alike', 'expect_file', 'keep_traceback',
            'error_notes', 'failure', 'check_threads', 'check_hosts', 'rank_environment', 'missing_for_hosts',
-           'launch_command', 'Hosts', 'Torch', 'Processes', 'set_torch', 'LaunchError', 'speak', 'Progress',
-           'sigterm_interrupts', 'watch_signals', 'SaveTimes', 'save_point', 'write_groups', 'read_groups',
+           'launch_command', 'free_port', 'Hosts', 'Torch', 'Processes', 'set_torch', 'LaunchError', 'speak',
+           'Progress', 'sigterm_interrupts', 'watch_signals', 'SaveTimes', 'save_point', 'write_groups', 'read_groups',
            'play_parts', 'launch', 'on_ranks', 'let_threads_sleep']
 
 # %% ../nbs/machinery/03_launch.ipynb #c002
@@ -354,7 +354,7 @@ def launch_command(
 ):
     "Write the command that starts the ranks: list of str."
     patience = ['--shutdown-timeout', str(saves)] if saves else []
-    where = ['--nproc_per_node', str(ranks), '--master_addr', '127.0.0.1', '--master_port', str(_free_port())]
+    where = ['--nproc_per_node', str(ranks), '--master_addr', '127.0.0.1', '--master_port', str(free_port())]
     if hosts > 1:
         name = _read_endpoint(endpoint)[0]
         where = ['--nnodes', str(hosts), '--nproc_per_node', str(ranks // hosts), '--rdzv-backend', 'c10d',
@@ -362,7 +362,8 @@ def launch_command(
                  f'join_timeout={_WAIT},read_timeout={_WAIT}', *(['--local-addr', name] if is_here(name) else [])]
     return [sys.executable, '-m', 'torch.distributed.run', *where, *patience, '-m', module, *arguments]
 
-def _free_port():
+def free_port():
+    "A port of this host that nobody listens at: int."
     with socket.socket() as s:
         s.bind(('127.0.0.1', 0))
         return s.getsockname()[1]

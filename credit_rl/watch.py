@@ -37,13 +37,11 @@ class NewestRollouts:
         for self.end, block in self.journal.entries(start): self.lines.extend(block.splitlines())
 
 # %% ../nbs/machinery/79_watch.ipynb #c009
-_PHASES = ('waiting', 'starting', 'running', 'finishing', 'silent', 'died', 'ended')
-
 @dataclass(frozen=True)
 class Status:
     "What a run's folder tells at one moment."
     folder: Path
-    phase: str                 # of PHASES
+    phase: str                 # waiting, starting, running, finishing, silent, died or ended
     line: str                  # the same in words
     params: dict = field(default_factory=dict)
     metrics: dict = field(default_factory=dict)   # step -> dict of values
@@ -83,7 +81,7 @@ def _end_line(summary):
 
 # %% ../nbs/machinery/79_watch.ipynb #c012
 def _phase(folder, params, metrics, summary, now):
-    "Where a run is, in one word and in a line: (str of PHASES, str)."
+    "Where a run is, in one word, see `Status`, and in a line: (str, str)."
     times = [(folder/name).stat().st_mtime for name in _WRITTEN if (folder/name).exists()]
     written = max(times, default=None)
     if summary is not None: return 'ended', _end_line(summary)
