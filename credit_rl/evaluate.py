@@ -930,8 +930,8 @@ def _aloud(engine, say):
 def ask_typed(arguments=None):  # list of str; None: the command line's
     """`credit-rl ask MODEL corpus=PLACE setting=value …`: play each question that is typed in, turns shown as they come.
     Settings are those of an evaluation."""
-    parser, say = make_parser('credit_rl.export', 'Play questions that are typed in.'), lambda text: print(text, flush=True)
-    parser.prog = 'credit-rl ask'
+    parser = make_parser('credit-rl ask', 'Play questions that are typed in.')
+    say = functools.partial(print, flush=True)
     try:
         settings, _ = read_settings(parser, arguments, by_group(Evaluation), _FEW)
         s = from_settings(Evaluation, as_played(settings, Evaluation, say))

@@ -494,8 +494,7 @@ def _progress(passages, total=None, every=20., clock=time.monotonic):
 
 def build(arguments=None):  # list of str; None: the command line's
     "`credit-rl index CORPUS FOLDER`: save an index of passages, for `corpus=FOLDER` and for a server."
-    parser = make_parser('credit_rl.search_service', 'Save an index of passages: BM25, or vectors.')
-    parser.prog = 'credit-rl index'
+    parser = make_parser('credit-rl index', 'Save an index of passages: BM25, or vectors.')
     parser.add_argument('corpus', help='a folder of documents (.txt, .md, .html, .pdf), a file of {"id", "contents"} '
                                        'or {"title", "text"} rows, or of questions that bring paragraphs')
     parser.add_argument('folder', help='where the index is written; it must not be there yet')
@@ -524,8 +523,7 @@ def build(arguments=None):  # list of str; None: the command line's
 # %% ../nbs/machinery/16_search_service.ipynb #c026
 def main(arguments=None):  # list of str; None: the command line's
     "`credit-rl serve PLACE`: serve a saved index until interrupted."
-    parser = make_parser('credit_rl.search_service', "Serve a saved index, in Search-R1's protocol.")
-    parser.prog = 'credit-rl serve'
+    parser = make_parser('credit-rl serve', "Serve a saved index, in Search-R1's protocol.")
     parser.add_argument('place', help='what credit-rl index wrote; or the url of another server, or a file of kept '
                                       'answers, which is replayed')
     parser.add_argument('--keep', help='file in which answers are kept')
