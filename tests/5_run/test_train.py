@@ -4,13 +4,11 @@ import gzip
 import importlib
 import json
 import math
-import multiprocessing
 import os
 import re
 import resource
 import shutil
 import signal
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -38,7 +36,7 @@ from credit_rl.trajectory import Group, Question, example_group, trajectory_from
 from credit_rl.view import show_rollout
 from credit_rl.warmup import WarmupRollouts
 from made_runs import BASE, SHORT
-from started import typed
+from started import apart, typed
 
 ROOT = Path(__file__).resolve().parents[2]
 SHORT = {**SHORT, 'steps': 4}
@@ -144,10 +142,6 @@ def test_one_attempt_per_question(alone, method):
 
 # ---- killed, and resumed ----
 
-context = multiprocessing.get_context('forkserver')
-context.set_forkserver_preload(['credit_rl.train', 'transformers.models.qwen2.modeling_qwen2'])
-
-
 def deadly(owner, name, count, matches=lambda *args: True, before=lambda *args: None):
     "Make the `count`-th call of `owner.name` that `matches` the process's last deed, after `before`(its arguments)."
     call, left = getattr(owner, name), [count]
@@ -191,8 +185,6 @@ ANYWHERE = [pytest.param(death, marks=[pytest.mark.nightly] * (death not in BY_D
 
 def sitting(settings, death=None, rising=False):
     "A run, or the rest of one, in a process. `rising`: as if each step's dev score were better, so the best is new."
-    sys.stdout = sys.stderr = open(os.devnull, 'w')
-    torch.cuda.is_available = lambda: False
     if rising:
         evaluate = training.Run.evaluate
 
@@ -205,13 +197,7 @@ def sitting(settings, death=None, rising=False):
     train(settings)
 
 
-def sit(settings, **how):
-    "Exit code of a sitting."
-    child = context.Process(target=sitting, args=(settings,), kwargs=how)
-    child.start()
-    try: child.join()
-    finally: child.kill()               # one that has ended does not mind; Python would wait for another for ever
-    return child.exitcode
+def sit(settings, **how): return apart(sitting, settings, **how)
 
 
 @pytest.mark.parametrize('death', ANYWHERE)

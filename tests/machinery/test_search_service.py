@@ -1,6 +1,6 @@
 "Searching over HTTP: the protocol, many clients, broken requests, dying workers; answers that are kept and replayed."
+import contextlib
 import http.client
-import http.server
 import json
 import os
 import re
@@ -12,11 +12,11 @@ import threading
 import time
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 
 import numpy as np
 import pytest
 from hypothesis import example, given, settings, strategies as st
+from urllib3.connection import HTTPConnection
 
 from credit_rl.environment import open_search
 from credit_rl.evaluate import Evaluation
@@ -29,6 +29,7 @@ from credit_rl.settings import make_config
 from credit_rl.setup import real_search
 from credit_rl.tools import PythonTool, SearchTool
 from credit_rl.runlog import MAY_CHANGE
+from serving import Serving
 
 pytest.importorskip('fastapi', reason='the extra `serve` is not installed')
 pytest.importorskip('uvicorn', reason='the extra `serve` is not installed')
@@ -53,42 +54,28 @@ def post(url, value):
     except urllib.error.HTTPError as e: return e.code, json.loads(e.read())
 
 
-class Canned(http.server.BaseHTTPRequestHandler):
-    "Gives `answers` (status, bytes), one after the other, the last for ever; None hangs up, seconds wait."
-    def do_POST(self):
-        self.server.asked.append(json.loads(self.rfile.read(int(self.headers['Content-Length']))))
-        answer = self.server.answers[min(len(self.server.asked), len(self.server.answers)) - 1]
-        if answer is None: return
-        if isinstance(answer, float):
-            self.server.wait.wait(30)
-            return
-        self.send_response(answer[0])
-        self.send_header('Content-Length', str(len(answer[1])))
-        self.end_headers()
-        self.wfile.write(answer[1])
-
-    def log_message(self, *args): pass
-
-
 @pytest.fixture
 def canned():
-    "Function (answers) → url and the list of what is asked there."
-    servers = []
-    def start(*answers):
-        server = http.server.ThreadingHTTPServer(('127.0.0.1', 0), Canned)
-        server.answers, server.asked, server.wait, server.daemon_threads = answers, [], threading.Event(), True
-        threading.Thread(target=server.serve_forever, kwargs={'poll_interval': .02}, daemon=True).start()
-        servers.append(server)
-        return f'http://127.0.0.1:{server.server_address[1]}/retrieve', server.asked
-    yield start
-    for server in servers:
-        server.wait.set()
-        server.shutdown()
-        server.server_close()
+    """Function (answers) → url and the list of what is asked there. Answers come one after the other, the last for ever;
+    None hangs up, HANG waits."""
+    over = threading.Event()
+    with contextlib.ExitStack() as servers:
+        def start(*answers):
+            asked = []
+            def said(path, value, headers):
+                if path != '/retrieve': return 404, ''
+                asked.append(value)
+                found = answers[min(len(asked), len(answers)) - 1]
+                return found if found != HANG else over.wait(30) and None
+            return f'{servers.enter_context(Serving(said)).url}/retrieve', asked
+        yield start
+        over.set()
 
 
-def answer(*rows):
-    return 200, json.dumps({'result': rows}).encode()
+def answer(*rows): return 200, {'result': rows}
+
+
+HANG = 'hang'
 
 
 ENTRY = {'document': {'id': '4', 'contents': '"Orvane"\nA port.\nIt is old.'}, 'score': 1.5}
@@ -137,7 +124,7 @@ def test_passing_failures_are_tried_again_and_refusals_are_not(canned):
 
 
 def test_a_server_that_hangs_ends_the_run_that_asks_it(canned):
-    url, asked = canned(0.)
+    url, asked = canned(HANG)
     with pytest.raises(SearchLost, match='within 1 s'):
         SearchClient(url, seconds=1., tries=2, pause=0).search(['q'], 1)
     assert len(asked) == 2
@@ -152,7 +139,7 @@ def test_all_tries_and_requests_of_a_search_have_one_deadline(canned):
     with pytest.raises(SearchError, match='busy'):
         SearchClient(url, tries=99, pause=2., batch=1, deadline=5.).search(['a', 'b'], 1)
     assert len(asked) == 2 and {a['queries'][0] for a in asked} == {'a'} and time.monotonic() - since < 30
-    url, asked = canned(0.)
+    url, asked = canned(HANG)
     with pytest.raises(SearchLost, match='within [123]'):
         SearchClient(url, seconds=60., tries=9, deadline=3.).search(['q'], 1)
     assert len(asked) == 1
@@ -330,26 +317,10 @@ def test_a_client_that_says_half_a_sentence_keeps_nobody_waiting(corpus):
     for s in halves: s.close()
 
 
-def test_one_connection_serves_many_searches():
-    connections = set()
-    class Kept(Canned):
-        protocol_version = 'HTTP/1.1'
-        def do_POST(self):
-            connections.add(self.client_address)
-            super().do_POST()
-    server = http.server.ThreadingHTTPServer(('127.0.0.1', 0), Kept)
-    server.answers, server.asked, server.daemon_threads = [answer([ENTRY])], [], True
-    threading.Thread(target=server.serve_forever, kwargs={'poll_interval': .02}, daemon=True).start()
-    client = SearchClient(f'http://127.0.0.1:{server.server_address[1]}')
-    for _ in range(5): assert client.search(['q'], 1)[0][0].id == '4'
-    client.session.close()
-    server.shutdown()
-    server.server_close()
-    assert len(connections) == 1 and len(server.asked) == 5
-
-
-def test_answers_on_one_connection_wait_for_no_acknowledgement(corpus):
+def test_answers_come_on_one_connection_and_wait_for_no_acknowledgement(corpus, monkeypatch):
     "An answer in two packets whose second waits for the first's acknowledgement takes 40 ms, every one."
+    opened, connect = [], HTTPConnection.connect
+    monkeypatch.setattr(HTTPConnection, 'connect', lambda self: opened.append(self) or connect(self))
     with SearchServer(BM25(corpus)) as server:
         client, delays = SearchClient(server.url), []
         for _ in range(60):
@@ -357,6 +328,7 @@ def test_answers_on_one_connection_wait_for_no_acknowledgement(corpus):
             client.search(['odd'], 3)
             delays.append(time.monotonic() - start)
     assert min(delays[30:]) < .03, sorted(delays[30:])
+    assert len(opened) == 1
 
 
 def test_the_extra_is_named_where_it_is_missing(corpus, monkeypatch):
@@ -367,7 +339,7 @@ def test_the_extra_is_named_where_it_is_missing(corpus, monkeypatch):
 
 # ---- several processes ----
 
-@contextmanager
+@contextlib.contextmanager
 def running(root, *arguments):
     "The url of `credit-rl serve ARGUMENTS`, and its process, which is ended."
     command = [sys.executable, '-m', 'credit_rl.command', 'serve', *map(str, arguments), '--port', '0']
