@@ -126,18 +126,17 @@ def test_a_run_tells_how_it_goes(whole):
 
 @pytest.fixture
 def alone(finished):
-    "A function of a method to the folder of a run with one attempt a question."
-    return lambda method: finished(method=method, group_size=1, steps=2)
+    "The folder of a run with one attempt a question."
+    return finished(method='ppo', group_size=1, steps=2)
 
 
-@pytest.mark.parametrize('method', ['ppo', 'tips'])
-def test_one_attempt_per_question(alone, method):
+def test_one_attempt_per_question(alone):
     "As PPO's papers have it: nothing that compares within a group is needed, and of groups nothing is logged."
-    table = read_metrics(run := alone(method))
+    table = read_metrics(alone)
     assert table.step.tolist() == [0, 1, 2] and table.reward[1:].notna().all() and table.grad_norm[1:].gt(0).all()
     groups = table[['groups_all_right', 'groups_mixed', 'groups_all_wrong']]
     assert table.trajectories[1:].tolist() == [4, 4] and groups.isna().all(axis=None)
-    training_curves(run)
+    training_curves(alone)
 
 
 # ---- killed, and resumed ----
@@ -828,7 +827,7 @@ def test_shared_states_of_every_step(quiet, alone):
     later = [s for s in starts if s[2]]
     share = sum(starts.count(s) > 1 for s in later) / len(later)
     assert read_metrics(run).anchor_share[1] == pytest.approx(share) and 0 < share
-    assert read_metrics(alone('ppo')).anchor_share.isna().all() and read_metrics(alone('ppo'))['o-p-'][1] >= 0
+    assert read_metrics(alone).anchor_share.isna().all() and read_metrics(alone)['o-p-'][1] >= 0
 
 
 def test_tool_rate_by_tier_where_tiers_are_known(tmp_path, monkeypatch, quiet):
