@@ -200,7 +200,7 @@ def bad_step(backend):
 class Harm:
     "What a stranger's file might hold: whoever reads it calls a function of his choice."
     def __init__(self, mark): self.mark = mark
-    def __reduce__(self): return os.mkdir, (self.mark,)
+    def __reduce__(self): return os.mkdir, (str(self.mark),)
 
 
 def strangers_files(folder, read, mark):
