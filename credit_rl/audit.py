@@ -157,7 +157,6 @@ def _turn_gradients(
     model,    # Hugging Face causal model
     layout,   # Layout of N trajectories of at most K turns
     most=64,  # directions that hidden states and their gradients are projected to, where they have more
-    rows=32,  # rows of a forward
 ):
     "Gradient of log π of every turn's tokens, of an adapter after the last hidden state: (N, K, most · most) at most."
     words, (n, k) = model.get_output_embeddings().weight, layout.turn_mask.shape
@@ -165,7 +164,7 @@ def _turn_gradients(
     down = torch.eye(d) if d <= most else torch.randn(d, most, generator=generator) / most ** .5
     down = down.to(words)
     out = torch.zeros(n * k, down.shape[1] ** 2)
-    for part in torch.arange(len(layout.ids)).split(rows):
+    for part in torch.arange(len(layout.ids)).split(32):                    # rows of a forward
         width = int(layout.lengths[part].max())
         ids, turns = layout.ids[part, :width].to(words.device), layout.token_turns[part, :width]
         row, at = (turns[:, 1:] >= 0).nonzero(as_tuple=True)
@@ -447,12 +446,11 @@ def _rule_credit(
     run,     # Run of a method
     groups,  # list of Group, N trajectories in all
     outcome, # (N,) that rules are judged by
-    seed=0,
 ):
     """What a run's method gives every turn of rollouts, 0 in groups that it leaves out: (N, K), and the cost: dict, with
     the share of rollouts whose outcome the method pays otherwise than `outcome` (N,) says."""
     look, since = run.look(), time.monotonic()
-    batch = assign(run.method, groups, look, torch.Generator().manual_seed(seed), run.prefix, tree=run.tree)
+    batch = assign(run.method, groups, look, torch.Generator().manual_seed(0), run.prefix, tree=run.tree)
     out = torch.zeros(index_groups(groups)[0].shape)
     if not batch.empty:
         found = turn_means(batch.credit.advantages, batch.layout).nan_to_num().float()

@@ -152,13 +152,17 @@ def read_question(
     return Question(name, text, answers, source, benchmark.meta(_inside(row))), given is not None
 
 # %% ../nbs/2_environment/09_benchmarks.ipynb #c049
+def _read_list(row, name, label, of='strings'):
+    "Read field `name`, which an error calls by a label, as a list; [] if absent. Raises RowError."
+    value = row.get(name) or []
+    if not isinstance(value, list): raise RowError(label, f'is {value!r:.60}, wanted a list of {of}')
+    return value
+
 def _trivia(row, question, ident, answer, value, aliases):
     "Read (id, question, answers) of a TriviaQA row, whose fields have the names given."
     gold = read_field(read_field(row, answer, dict), value, label=f'{answer}.{value}')
     if gold == '<unk>': raise RowError(f'{answer}.{value}', "is '<unk>': a test file without answers cannot be scored")
-    others = row[answer].get(aliases) or []
-    if not isinstance(others, list):
-        raise RowError(f'{answer}.{aliases}', f'is {others!r:.60}, wanted a list of strings')
+    others = _read_list(row[answer], aliases, f'{answer}.{aliases}')
     return row.get(ident), *_asked(row, [gold, *others], f'{answer}.{aliases}', question)
 
 # %% ../nbs/2_environment/09_benchmarks.ipynb #c058
@@ -275,9 +279,7 @@ def _musique(row):
     if row.get('answerable') is False:
         raise RowError('answerable', 'is false: no answer can be right; use MuSiQue-Ans, or leave such rows out by '
                                      'on_error="skip"')
-    aliases = row.get('answer_aliases') or []
-    if not isinstance(aliases, list): raise RowError('answer_aliases', f'is {aliases!r:.60}, wanted a list of strings')
-    golds = [read_field(row, 'answer'), *aliases]
+    golds = [read_field(row, 'answer'), *_read_list(row, 'answer_aliases', 'answer_aliases')]
     return row.get('id'), *_asked(row, golds, 'answer_aliases')
 
 def _objects(row, name, fields):
@@ -359,8 +361,7 @@ def _report(row):
         text = row.get(name) or []
         join_sentences(text, ' ', name)
         return ' '.join(s.strip() for s in text if re.search(r'\w', s))
-    table = row.get('table') or []
-    if not isinstance(table, list): raise RowError('table', f'is {table!r:.60}, wanted a list of rows')
+    table = _read_list(row, 'table', 'table', 'rows')
     parts = prose('pre_text'), '\n'.join(join_sentences(cells, ' | ', 'table') for cells in table), prose('post_text')
     return '\n\n'.join(p for p in parts if p)
 

@@ -13,7 +13,7 @@ import dataclasses, json, math, os, subprocess, sys, tempfile, textwrap
 from pathlib import Path
 from .diagnostics import method_colour, method_colours
 from .jobs import Job, last_words, run_jobs, status_table
-from .options import dotted, flat_options, grouped
+from .options import dotted, dotted_pairs, flat_options, grouped
 from .parameters import by_group, each_world, enter_project, fill_names, make_parser, read_settings
 from .runlog import (METRICS, PACKED, atomic_write, changed_modules, check_secrets, code_hashes, has_metrics,
                               is_stored, metrics_by_step, packed_run, read_json, read_metrics, read_params,
@@ -78,13 +78,10 @@ def load_runs(folders):  # as in find_runs
     return pd.concat(tables, ignore_index=True)
 
 # %% ../nbs/6_looking/74_compare.ipynb #c0131
-def _flat(values, before=''):
+def _flat(values):
     "A nested dict with its names joined by dots; what is no number, flag or word is JSON text."
-    flat = {}
-    for name, value in values.items():
-        if isinstance(value, dict) and value: flat |= _flat(value, f'{before}{name}.')
-        else: flat[before + name] = value if isinstance(value, (bool, int, float, str, type(None))) else json.dumps(value)
-    return flat
+    return {name: value if isinstance(value, (bool, int, float, str, type(None))) else json.dumps(value)
+            for name, value in dotted_pairs(values)}
 
 def _run_row(folder, label, params, summary):
     "A run's settings and results by name."

@@ -372,8 +372,7 @@ run: {run}
 def new_main(arguments=None):  # list of str; None: the command line's
     "`credit-rl new FOLDER`: write the settings of a run on one's own questions, documents and model."
     import credit_rl
-    parser = make_parser('credit_rl.datasets', "Write the settings of a run on one's own questions and documents.")
-    parser.prog = 'credit-rl new'
+    parser = make_parser('credit-rl new', "Write the settings of a run on one's own questions and documents.")
     parser.add_argument('folder', help='holds one file of questions, and documents or a corpus.jsonl, and a model if there '
                                        'is one')
     parser.add_argument('--out', help='YAML file to write; without it credit.yaml in the folder')

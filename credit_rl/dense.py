@@ -15,8 +15,8 @@ from pathlib import Path
 import numpy as np
 
 from .options import SettingsGroup, setting
-from .retrieval import (BM25, PassageFile, PassageWriter, check_passages, check_search, contents, corpus_hash,
-                                 new_index, read_index)
+from .retrieval import (BM25, PassageFile, PassageWriter, check_passages, check_search, contents, kept_hash, new_index,
+                                 read_index)
 from .runlog import atomic_write
 
 # %% ../nbs/2_environment/15_dense.ipynb #c005
@@ -170,8 +170,7 @@ class Dense:
     def search(self, queries, k):
         """For each query the k nearest `Passage`s, their cosines as scores, best first, equal ones by passage index:
         list of Q lists; a blank query finds nothing."""
-        queries = list(queries) if not isinstance(queries, str) else queries
-        check_search(queries, k)
+        queries = check_search(queries, k)
         unique = [q for q in dict.fromkeys(queries) if q.strip()]
         hits = dict.fromkeys(queries, [])
         if unique:
@@ -186,11 +185,7 @@ class Dense:
         p = self.passages[i]
         return type(p)(p.id, p.title, p.text, score)
 
-    @property
-    def corpus(self):
-        "The `corpus_hash` of its passages."
-        self._corpus = self._corpus or corpus_hash(self.passages)
-        return self._corpus
+    corpus = property(kept_hash)
 
     def about(self):
         "What a manifest says of it: passages and their hash, and what the vectors were made with."
@@ -210,8 +205,19 @@ class Dense:
     def load(cls, folder, passages=None, model=None,  # model: as above; None: the one it was built with
              how=DenseSearch()):
         """Open what `save` or `build_dense` wrote, memory-mapped; with `passages`, or their `corpus_hash`, an index of
-        another corpus is refused."""
-        return _load_dense(cls, folder, passages, model, how)
+        another corpus is refused. Raises on a folder that is none, is damaged, or is of another kind of model."""
+        faiss, about, stored = _faiss(), read_index(folder, 'dense', passages), PassageFile(folder)
+        if model is None and about['model'] is None:
+            raise ValueError(f'the vectors in {folder} were made by a function; give it as model')
+        place = str(Path(folder) / 'vectors.faiss')
+        index = faiss.read_index(place, faiss.IO_FLAG_MMAP_IFC)
+        if not len(stored) == index.ntotal == about['passages']:
+            raise ValueError(f'{folder} is damaged: {len(stored)} passages, {index.ntotal} vectors; build the index '
+                             'again')
+        retriever = cls.__new__(cls)
+        retriever._set(stored, model or about['model'], about['prefixes'], about['corpus'])
+        retriever._search_in(index, about['factory'], how, lambda: faiss.read_index(place))
+        return retriever
 
 # %% ../nbs/2_environment/15_dense.ipynb #c018
 def _write_dense(folder, index, about):
@@ -223,20 +229,6 @@ def _index_facts(passages, corpus, factory, model, prefixes):
     "What is kept of how an index was made: dict."
     return {'name': 'Dense', 'passages': passages, 'corpus': corpus, 'factory': factory,
             'model': None if callable(model) else str(model), 'prefixes': list(prefixes)}
-
-def _load_dense(cls, folder, passages, model, how):
-    "Open a `Dense`. Raises on a folder that is none, is damaged, or is of other passages or another kind of model."
-    faiss, about, stored = _faiss(), read_index(folder, 'dense', passages), PassageFile(folder)
-    if model is None and about['model'] is None:
-        raise ValueError(f'the vectors in {folder} were made by a function; give it as model')
-    place = str(Path(folder) / 'vectors.faiss')
-    index = faiss.read_index(place, faiss.IO_FLAG_MMAP_IFC)
-    if not len(stored) == index.ntotal == about['passages']:
-        raise ValueError(f'{folder} is damaged: {len(stored)} passages, {index.ntotal} vectors; build the index again')
-    retriever = cls.__new__(cls)
-    retriever._set(stored, model or about['model'], about['prefixes'], about['corpus'])
-    retriever._search_in(index, about['factory'], how, lambda: faiss.read_index(place))
-    return retriever
 
 # %% ../nbs/2_environment/15_dense.ipynb #c019
 def build_dense(

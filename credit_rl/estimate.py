@@ -10,6 +10,7 @@ __all__ = ['KNOWN_SIZES', 'Sizes', 'read_sizes', 'TrainingPlan', 'memory', 'toke
 # %% ../nbs/machinery/04_estimate.ipynb #c002
 from dataclasses import dataclass, replace
 from pathlib import Path
+import numpy as np
 from .runlog import read_turns
 
 # %% ../nbs/machinery/04_estimate.ipynb #c005
@@ -219,12 +220,7 @@ _WRITING = {494_032_768: {64: .0060, 160: .0157}, 3_085_938_688: {64: .0100, 160
 
 def _between(x, known):
     "A value between those of known places, proportional to the place beyond the last: `known` is a dict in order."
-    places = list(known)
-    if x <= places[0]: return known[places[0]]
-    if x >= places[-1]: return known[places[-1]] * x / places[-1]
-    i = next(i for i, place in enumerate(places) if place > x)
-    a, b = places[i - 1], places[i]
-    return known[a] + (known[b] - known[a]) * (x - a) / (b - a)
+    return float(np.interp(x, list(known), list(known.values()))) * max(1, x / max(known))
 
 def token_seconds(sizes, rows):
     """Estimate the seconds in which one GPU writes a token of each of so many trajectories. Models that are smaller than
@@ -240,9 +236,9 @@ def _acting_seconds(sizes, plan, load):
             + max(0., load.longest - tokens) * token_seconds(sizes, 1))
 
 # %% ../nbs/machinery/04_estimate.ipynb #c025
-def forward_flops(sizes, tokens, length):
-    "Count the FLOPs of a forward over `tokens` in rows of `length`."
-    return 2 * sizes.multiplied * tokens + 2 * tokens * length * sizes.query * sizes.layers
+def forward_flops(sizes, tokens, pairs):
+    "Count the FLOPs of a forward over so many tokens, and pairs of them of which one attends to the other."
+    return 2 * sizes.multiplied * tokens + 4 * pairs * sizes.query * sizes.layers
 
 def measure_tflops(device=None, dtype=None, width=1024, seconds=.3):
     """Measure what this host's GPU, or its processor where there is none, multiplies: 10¹² FLOPs a second of products
@@ -302,7 +298,7 @@ def step_seconds(
 ):
     """Estimate the seconds of a training step: dict of acting, reading, learning, updating and sending. A processor's
     forwards are their products alone, and it sends at once."""
-    one = forward_flops(sizes, load.tokens, load.length) / (plan.ranks * tflops * 1e12)
+    one = forward_flops(sizes, load.tokens, load.tokens * load.length / 2) / (plan.ranks * tflops * 1e12)
     losses = 2 if plan.critic or plan.twice else 1
     back = (3 + plan.checkpointing - (plan.share < 1)) * losses                # additions alone get gradients
     learns, reads = (n * own * sizes.layers * (plan.gpu and plan.row_tokens > 0)
@@ -395,13 +391,9 @@ def rows_work(prompt, response, segments=1, together=1):
     return apart, (prompt + together * sum(n for _, n in spans), prompt ** 2 / 2 + together * pairs)
 
 # %% ../nbs/machinery/04_estimate.ipynb #s4x5
-def _work_flops(sizes, tokens, pairs):
-    "Count the FLOPs of a forward over so many tokens and pairs."
-    return 2 * sizes.multiplied * tokens + 4 * pairs * sizes.query * sizes.layers
-
 def sharing_gain(sizes, apart, shared):  # (tokens, pairs) each
     "How many times the work of a tree rows of their own are, in FLOPs."
-    return _work_flops(sizes, *apart) / _work_flops(sizes, *shared)
+    return forward_flops(sizes, *apart) / forward_flops(sizes, *shared)
 
 # %% ../nbs/machinery/04_estimate.ipynb #s4x6
 def describe_sharing(

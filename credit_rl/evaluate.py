@@ -27,7 +27,7 @@ from .metrics import (benchmark_metric, carl_match, cover_match, empty_golds, ex
                                score_answer)
 from .models import (Policy, json_hash, load_model, load_tokenizer, local_folder, model_hashes, read_template,
                               tokenizer_hash)
-from .options import SettingsGroup, dotted, flat, flat_options, nearest, setting
+from .options import SettingsGroup, dotted, dotted_pairs, flat, flat_options, nearest, setting
 from .parameters import by_group, error_line, from_settings, make_parser, read_settings
 from .prompting import BASELINES
 from .protocol import prompt_hash, reword
@@ -441,12 +441,6 @@ def _plan_evaluation(
                           s.gaps)
 
 # %% ../nbs/3_acting/27_evaluate.ipynb #c061
-def _flat(value, name=''):
-    "List pairs (dotted name, value) of nested dicts."
-    if isinstance(value, dict) and value:
-        return [pair for k, v in value.items() for pair in _flat(v, f'{name}.{k}' if name else k)]
-    return [(name, value)]
-
 def _shorten(value, other):
     "Show a value in a message; of a long text only what stands around the first difference."
     if isinstance(value, str) and isinstance(other, str) and max(len(value), len(other)) > 60:
@@ -460,7 +454,7 @@ def manifest_differences(
     ignore=('machine',), # parts that may differ besides 'settings'
 ):
     "Find what differs between two manifests: list of str 'part: a before, b now', empty if nothing does."
-    old, new, absent = dict(_flat(before)), dict(_flat(now)), 'absent'
+    old, new, absent = dict(dotted_pairs(before)), dict(dotted_pairs(now)), 'absent'
     skip = ('settings', *ignore)
     moved = ('retriever.url',) if old.get('corpus.hash') and old['corpus.hash'] == new.get('corpus.hash') else ()
     names = [n for n in {**old, **new}
@@ -936,8 +930,8 @@ def _aloud(engine, say):
 def ask_typed(arguments=None):  # list of str; None: the command line's
     """`credit-rl ask MODEL corpus=PLACE setting=value …`: play each question that is typed in, turns shown as they come.
     Settings are those of an evaluation."""
-    parser, say = make_parser('credit_rl.export', 'Play questions that are typed in.'), lambda text: print(text, flush=True)
-    parser.prog = 'credit-rl ask'
+    parser = make_parser('credit-rl ask', 'Play questions that are typed in.')
+    say = functools.partial(print, flush=True)
     try:
         settings, _ = read_settings(parser, arguments, by_group(Evaluation), _FEW)
         s = from_settings(Evaluation, as_played(settings, Evaluation, say))

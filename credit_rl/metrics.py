@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['TOKENS', 'drop_punctuation', 'normalize', 'exact_match', 'search_r1_answer', 'search_r1_em', 'cover_match',
-           'carl_match', 'f1', 'short_bleu', 'plain_latex', 'parse_number', 'numeric_match', 'parts', 'empty_golds',
-           'gold_note', 'characters', 'score_answer', 'check_tokens', 'benchmark_metric']
+           'carl_match', 'f1', 'short_bleu', 'plain_latex', 'find_box', 'parse_number', 'numeric_match', 'parts',
+           'empty_golds', 'gold_note', 'characters', 'score_answer', 'check_tokens', 'benchmark_metric']
 
 # %% ../nbs/2_environment/11_metrics.ipynb #c003
 import math, re, string, unicodedata
@@ -209,6 +209,17 @@ def plain_latex(text):
     text = re.sub(r'(?<=\d)\\[,!](?=\d{3})', ',', text)                      # 1\,234 is one number
     text = re.sub(r'(?<!\\)(?:\\[ ,;:]|\\q?quad\b|~)', ' ', text)             # but not behind a backslash that is escaped
     return re.sub(r'(?<!\\)\\(?:!|([$%&#_]))', r'\1', text)
+
+def find_box(text):
+    r"""Find the content of the balanced `\boxed{…}` that opens last in `text`, without LaTeX around words, or None;
+    `\{` and `\}` are letters, not braces."""
+    opened, best = [], None
+    for m in re.finditer(r'\\boxed\s*\{|\\.|[{}]', text, re.S):
+        if m[0] == '}':
+            is_box, start = opened.pop() if opened else (False, 0)
+            if is_box and (best is None or start > best[0]): best = start, m.start()
+        elif m[0] == '{' or m[0].startswith('\\boxed'): opened.append((m[0] != '{', m.end()))
+    return None if best is None else plain_latex(text[best[0]:best[1]]).strip()
 
 # %% ../nbs/2_environment/11_metrics.ipynb #c045
 def parse_number(

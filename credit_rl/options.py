@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['MOVED', 'GONE', 'Option', 'plain', 'number', 'nearest', 'read_options', 'setting', 'options_in', 'SettingsGroup',
-           'flat', 'flat_options', 'dotted', 'grouped']
+           'dotted_pairs', 'flat', 'flat_options', 'dotted', 'grouped']
 
 # %% ../nbs/machinery/01_options.ipynb #c002
 import dataclasses, difflib, numbers, os, re
@@ -140,6 +140,12 @@ class SettingsGroup:
 def _spread(pairs, inside):
     "Pairs of name and value, of a group its own pairs as `group.name`; `inside` gives a group's, None of others: dict."
     return {f'{n}.{k}' if k else n: v for n, value in pairs for k, v in (inside(value) or {'': value}).items()}
+
+def dotted_pairs(values, before=''):
+    "Yield the pairs (name, value) of a nested dict, names joined by dots; an empty dict is a value."
+    for name, value in values.items():
+        if isinstance(value, dict) and value: yield from dotted_pairs(value, f'{before}{name}.')
+        else: yield before + name, value
 
 def flat(record):
     "The values of a record of settings by name, those of a group in it as `group.name`: dict."

@@ -8,24 +8,11 @@ __all__ = ['METRICS', 'PARTS', 'extract_answer', 'broke_format', 'Earned', 'outc
 # %% ../nbs/1_rules/30_outcome.ipynb #c003
 import re, torch
 from dataclasses import dataclass
-from .metrics import cover_match, exact_match, f1, numeric_match, parts, plain_latex, score_answer, short_bleu
+from .metrics import cover_match, exact_match, f1, find_box, numeric_match, parts, score_answer, short_bleu
 from .trajectory import Result
 
 # %% ../nbs/1_rules/30_outcome.ipynb #c006
 _ANSWER = re.compile(r'<answer>((?:(?!</?answer>).)*)</answer>', re.DOTALL)
-_BRACES = re.compile(r'\\boxed\s*\{|\\.|[{}]', re.DOTALL)
-
-# %% ../nbs/1_rules/30_outcome.ipynb #c007
-def _last_box(text):
-    r"Content of the balanced `\boxed{…}` that opens last, or None; `\{` and `\}` are letters, not braces."
-    open_at, best = [], None
-    for m in _BRACES.finditer(text):
-        if m[0] == '}':
-            is_box, start = open_at.pop() if open_at else (False, 0)
-            if is_box and (best is None or start > best[0]): best = (start, m.start())
-        elif m[0].endswith('{') and (m[0] == '{' or m[0].startswith(r'\boxed')):
-            open_at.append((m[0] != '{', m.end()))
-    return None if best is None else text[best[0]:best[1]]
 
 # %% ../nbs/1_rules/30_outcome.ipynb #c008
 def extract_answer(
@@ -40,9 +27,9 @@ def extract_answer(
     """
     if form not in ('answer', 'boxed'):
         raise ValueError(f"form is 'answer' or 'boxed', got {form!r}")
-    if form == 'boxed': found = None if (inside := _last_box(text)) is None else plain_latex(inside)
-    else: found = (_ANSWER.findall(text) or [None])[-1]
-    return None if found is None else found.strip()
+    if form == 'boxed': return find_box(text)
+    found = _ANSWER.findall(text)
+    return found[-1].strip() if found else None
 
 # %% ../nbs/1_rules/30_outcome.ipynb #c013
 METRICS = {'em': exact_match, 'cover': cover_match, 'f1': f1, 'bleu': short_bleu, 'numeric': numeric_match,

@@ -144,13 +144,13 @@ def _apart(arguments, parser):
 
 # %% ../nbs/machinery/06_parameters.ipynb #c016
 def make_parser(
-    module,  # str, e.g. 'credit_rl.train'
-    about,   # one line: what the command does
+    command,  # str: a module that is run, such as 'credit_rl.train', or a verb, 'credit-rl index'
+    about,    # one line: what it does
 ):
     """The parser of a command, to which it adds arguments of its own: argparse.ArgumentParser. Its help shows defaults,
     and of a flag that there is not it names the nearest."""
-    return _Parser(prog=f'python -m {module}', description=about, formatter_class=_Help,
-                   allow_abbrev=False)
+    prog = command if command.startswith('credit-rl') else f'python -m {command}'
+    return _Parser(prog=prog, description=about, formatter_class=_Help, allow_abbrev=False)
 
 class _Help(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
     "Lines as they are written, and the default of every flag that has one."

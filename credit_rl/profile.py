@@ -22,10 +22,11 @@ _LINES = {  # clocks inside a step, in the order of the loop, with what a run ma
     'update': ('forward, backward and steps of the optimiser', 'set row_tokens as high as memory allows, or tree=true'),
     'load': ('handing the weights to the engine', "look at the engine's transfer"),
 }
-_REST = ('laying out, credit, writing', 'look at what the run logs: log.rollouts, measure')
 _BETWEEN = {'dev': ('development questions', 'raise eval_every, or ask fewer dev_questions'),
            'gate': ('examining the critic again', 'raise eval_every'),
            'checkpoint': ('saving', 'raise eval_every')}
+_ABOUT = {'rest': ('laying out, credit, writing', 'look at what the run logs: log.rollouts, measure'),
+          **_LINES, **_BETWEEN}
 
 def line_seconds(folder):  # of a run of training
     """Seconds of a mean step by line of the loop, and of what comes between steps: dict, in the order of the loop.
@@ -69,9 +70,8 @@ def kept_tokens(folder):  # of a run of training
 # %% ../nbs/machinery/78_profile.ipynb #f013
 def _dominant(spent):  # see line_seconds
     "Say which line takes the most of a step, and what may be done about it: str."
-    about = _LINES | {'rest': _REST} | _BETWEEN
     name = max(spent, key=spent.get)
-    what, mend = about[name]
+    what, mend = _ABOUT[name]
     share = spent[name] / sum(spent.values())
     return f'{share:.0%} of the time goes into {name} ({what}): {mend}'
 
@@ -85,8 +85,8 @@ def _shared_line(tokens):  # see kept_tokens
 def _describe_profile(folder):  # of a run of training
     "Say where a run's time goes, in lines of text."
     spent, (tokens, kept) = line_seconds(folder), kept_tokens(folder)
-    about, total = _LINES | {'rest': _REST} | _BETWEEN, sum(spent.values())
-    lines = [f'{total:.3g} s a step:', *(f'  {name:12}{s:8.3g} s {s / total:5.0%}  {about[name][0]}'
+    total = sum(spent.values())
+    lines = [f'{total:.3g} s a step:', *(f'  {name:12}{s:8.3g} s {s / total:5.0%}  {_ABOUT[name][0]}'
                                          for name, s in spent.items()), _dominant(spent)]
     if not kept: return [*lines, 'no rollouts were kept (log.rollouts), so tokens are not counted']
     return [*lines, f'tokens of the {kept} rollouts that were kept, one batch a step:',

@@ -4,16 +4,16 @@
 
 # %% auto #0
 __all__ = ['ANSWER_STOPS', 'CALL_STOPS', 'CHATML', 'PLAIN', 'TEMPLATES', 'TOOL_PROMPT', 'CARL_PROMPTS', 'TOOLS', 'PROTOCOLS',
-           'WORDS', 'Protocol', 'Action', 'calls_in', 'find_box', 'last_answer', 'stops_short', 'parse', 'read_context',
-           'reaches', 'byte_tokenizer', 'Encoder', 'Pieces', 'Chat', 'check_tokenizer', 'without_search', 'reword',
-           'prompt_hash', 'read_protocol', 'get_protocol']
+           'WORDS', 'Protocol', 'Action', 'calls_in', 'last_answer', 'stops_short', 'parse', 'read_context', 'reaches',
+           'byte_tokenizer', 'Encoder', 'Pieces', 'Chat', 'check_tokenizer', 'without_search', 'reword', 'prompt_hash',
+           'read_protocol', 'get_protocol']
 
 # %% ../nbs/2_environment/14_protocol.ipynb #c002
 import ast, contextlib, ctypes, datetime, hashlib, json, re, threading
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 
-from .metrics import plain_latex
+from .metrics import find_box
 from .options import nearest
 from .trajectory import Result, Turn
 
@@ -158,17 +158,6 @@ def _one_action(calls):
     if len(names) > 1: return Action(error=f'one message calls one tool, got {" and ".join(names)}')
     if 'code' in calls[0].call: return Action(error=f'one message runs one program, got {len(calls)}')
     return Action(call={'name': names[0], 'queries': [q for a in calls for q in a.call['queries']]})
-
-# %% ../nbs/2_environment/14_protocol.ipynb #c013
-def find_box(text):
-    r"Find the content of the balanced `\boxed{…}` that opens last in `text`, without LaTeX around words, or None."
-    opened, best = [], None
-    for m in re.finditer(r'\\boxed\s*\{|\\.|[{}]', text, re.S):
-        if m[0] == '}':
-            is_box, start = opened.pop() if opened else (False, 0)
-            if is_box and (best is None or start > best[0]): best = start, m.start()
-        elif m[0] == '{' or m[0].startswith('\\boxed'): opened.append((m[0] != '{', m.end()))
-    return None if best is None else plain_latex(text[best[0]:best[1]]).strip()
 
 # %% ../nbs/2_environment/14_protocol.ipynb #c015
 def last_answer(

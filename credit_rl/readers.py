@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['BLANKLESS', 'to_nfc', 'marks', 'with_marks', 'is_blankless', 'RowError', 'describe_row', 'has_field', 'read_field',
-           'read_answers', 'join_sentences', 'read_line', 'read_rows', 'is_rows_file', 'LoadedRows', 'collect_rows',
-           'Passage', 'read_contents', 'read_title', 'read_id', 'Cutting', 'cut_paragraphs', 'document_files',
-           'read_documents']
+           'read_answers', 'join_sentences', 'read_line', 'read_rows', 'is_rows_file', 'LoadedRows', 'parse_rows',
+           'collect_rows', 'Passage', 'read_contents', 'read_title', 'read_id', 'Cutting', 'cut_paragraphs',
+           'document_files', 'read_documents']
 
 # %% ../nbs/2_environment/08_readers.ipynb #c003
 import csv, functools, gzip, io, json, re, unicodedata, warnings, zlib
@@ -296,28 +296,32 @@ class LoadedRows(list):
         self.skipped = list(skipped)
 
 # %% ../nbs/2_environment/08_readers.ipynb #c029
-def collect_rows(
+def parse_rows(
     rows,      # (where, row) pairs, as read_rows yields them
-    parse,     # function(row) → item, None: not for us; raises RowError
+    parse,     # function(row) → item; raises RowError
     on_error,  # malformed row: 'raise', or 'skip' it, count and warn
+    skipped,   # list, to which malformed rows are added
 ):
-    "Parse rows into a `LoadedRows`. Raises a malformed row with its place, and ValueError where no row is good."
+    "Yield what `parse` makes of each row. Raises a malformed row with its place, and ValueError where all are."
     if on_error not in ('raise', 'skip'): raise ValueError(f'on_error must be "raise" or "skip", got {on_error!r}')
-    out, seen = LoadedRows(), 0
-    for where, row in rows:
-        seen += 1
+    seen = 0
+    for seen, (where, row) in enumerate(rows, 1):
         try:
             if isinstance(row, RowError): raise row
             item = parse(row)
         except RowError as e:
-            out.skipped.append(RowError(e.field, e.problem, where))
-            if on_error == 'raise': raise out.skipped[0] from None
-        else:
-            if item is not None: out.append(item)
-    bad = out.skipped
-    if not seen: raise ValueError('the file has no rows')
-    if len(bad) == seen: raise ValueError(f'all {seen} rows are malformed; the first: {bad[0]}')
-    if bad: warnings.warn(f'skipped {len(bad)} of {seen} rows; the first: {bad[0]}', stacklevel=3)
+            skipped.append(RowError(e.field, e.problem, where))
+            if on_error == 'raise': raise skipped[0] from None
+        else: yield item
+    if skipped and len(skipped) == seen: raise ValueError(f'all {seen} rows are malformed; the first: {skipped[0]}')
+    if skipped: warnings.warn(f'skipped {len(skipped)} of {seen} rows; the first: {skipped[0]}', stacklevel=4)
+
+def collect_rows(rows, parse, on_error):  # as for parse_rows; an item that is None is not for us
+    "Parse rows into a `LoadedRows`. Raises as `parse_rows` does, and ValueError where there is no row."
+    out = LoadedRows()
+    found = list(parse_rows(rows, parse, on_error, out.skipped))
+    if not (found or out.skipped): raise ValueError('the file has no rows')
+    out.extend(item for item in found if item is not None)
     return out
 
 # %% ../nbs/2_environment/08_readers.ipynb #c005

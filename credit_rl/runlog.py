@@ -409,10 +409,9 @@ def read_text(path,         # file, or one of a run in a study's table
     try: return data.decode('utf-8-sig')
     except UnicodeDecodeError as e: raise ValueError(f'{path} is no text in UTF-8 ({e.reason})') from None
 
-def read_json(path,       # file
-              most=_MOST): # bytes
+def read_json(path):  # file
     "Read a JSON file whole. Raises ValueError on one that is too large, nested too deep, or no JSON."
-    text = read_text(path, most)
+    text = read_text(path)
     try: return json.loads(text)
     except RecursionError: raise ValueError(f'{path} is nested too deep') from None
     except ValueError as e: raise ValueError(f'{path} is not valid JSON: {e}') from None
@@ -524,10 +523,9 @@ def load_yaml(
     except ValueError as e: raise yaml.YAMLError(f'{loader.name} holds no value: {e}') from None
     finally: loader.dispose()
 
-def read_yaml(path,            # file
-              most=_MOST // 64): # bytes
+def read_yaml(path):  # file, of at most 1 MiB
     "Read a YAML file of a run. Raises ValueError on one that is too large, nested too deep, no YAML, or has aliases."
-    text = read_text(path, most)
+    text = read_text(path, _MOST // 64)
     try: return load_yaml(text, str(path), aliases=False)
     except yaml.YAMLError as e: raise ValueError(f'{path} cannot be read: {" ".join(str(e).split())}') from None
 

@@ -7,7 +7,7 @@ __all__ = ['search_app', 'SearchServer', 'Patience', 'open_retriever', 'serve', 
            'is_kept_searches', 'SearchCache', 'read_corpus', 'build', 'main']
 
 # %% ../nbs/machinery/16_search_service.ipynb #c003
-import asyncio, functools, json, multiprocessing, os, re, signal, socket, sys, threading, time, warnings
+import asyncio, functools, json, multiprocessing, os, re, signal, socket, sys, threading, time
 from dataclasses import dataclass
 from http.client import HTTPException
 from itertools import islice
@@ -19,8 +19,8 @@ from .datasets import load_corpus
 from .dense import E5, DenseSearch, build_dense, open_index
 from .options import SettingsGroup, options_in, setting
 from .parameters import error_line, make_parser
-from .readers import (Cutting, Passage, RowError, document_files, read_contents, read_field, read_rows,
-                               read_title)
+from .readers import (Cutting, Passage, RowError, document_files, parse_rows, read_contents, read_field,
+                               read_rows, read_title)
 from .retrieval import Retriever, build_index, check_search, contents
 from .runlog import Journal, atomic_write
 
@@ -298,9 +298,10 @@ def _ask(client, value, deadline):
     """Send one request, again if need be and before the deadline (time.monotonic seconds); the body of the answer
     (bytes). Raises SearchError; SearchLost of no answer."""
     import requests
-    problem = SearchLost(f'{client.url} did not answer within {client.deadline:g} s, the deadline of a search.')
-    for left in reversed(range(client.tries)):
-        if (seconds := min(client.seconds, deadline - time.monotonic())) <= 0: break
+    how = client.patience
+    problem = SearchLost(f'{client.url} did not answer within {how.deadline:g} s, the deadline of a search.')
+    for left in reversed(range(how.tries)):
+        if (seconds := min(how.seconds, deadline - time.monotonic())) <= 0: break
         try:
             answer = client.session.post(client.url, json=value, timeout=seconds)
             if answer.status_code == 200: return answer.content
@@ -309,7 +310,7 @@ def _ask(client, value, deadline):
         except requests.Timeout: problem = SearchLost(f'{client.url} did not answer within {seconds:.3g} s.')
         except requests.RequestException as e:
             problem = SearchLost(f'{client.url} cannot be reached ({_reason(e)!r:.200}): is the server running?')
-        pause = client.pause * 2 ** (client.tries - 1 - left)
+        pause = how.pause * 2 ** (how.tries - 1 - left)
         if left: time.sleep(min(pause, max(0., deadline - time.monotonic())))
     raise problem
 
@@ -329,20 +330,13 @@ class SearchClient:
     """Search by a server that speaks Search-R1's `/retrieve`: a `Retriever`. Raises ValueError on settings that make
     no sense."""
     def __init__(self,
-        url,          # 'http://host:port/retrieve'; without a path, /retrieve is added
-        seconds=30.,  # > 0: how long one try may take without a sign of life
-        tries=3,      # >= 1
-        pause=0.5,    # >= 0: seconds before the second try; doubles
-        batch=1024,   # >= 1: most queries in one request
-        deadline=600.,# > 0: seconds that all requests and pauses of one search have together
+        url,         # 'http://host:port/retrieve'; without a path, /retrieve is added
+        **patience,  # fields of Patience
     ):
         if not re.match(r'https?://[^/]+', str(url)):
             raise ValueError(f'a search server has a url such as http://localhost:8000/retrieve, got {url!r}')
-        if not (seconds > 0 and tries >= 1 and pause >= 0 and batch >= 1 and deadline > 0):
-            raise ValueError(f'wanted seconds > 0, tries >= 1, pause >= 0, batch >= 1, deadline > 0, got {seconds}, '
-                             f'{tries}, {pause}, {batch}, {deadline}')
         self.url = url if re.match(r'https?://[^/]+/.', url) else url.rstrip('/') + '/retrieve'
-        self.seconds, self.tries, self.pause, self.batch, self.deadline = seconds, tries, pause, batch, deadline
+        self.patience = Patience(**patience)
         from requests import Session
         self.session = Session()      # keeps connections open, one for each thread that asks
         self.session.trust_env = False
@@ -350,11 +344,10 @@ class SearchClient:
     def search(self, queries, k):
         """For each query up to k `Passage`s as the server ranks them: list of Q lists. Raises SearchError, and of a
         server that is gone SearchLost."""
-        queries = list(queries) if not isinstance(queries, str) else queries
-        check_search(queries, k)
-        found, unique, deadline = {}, list(dict.fromkeys(queries)), time.monotonic() + self.deadline
-        for i in range(0, len(unique), self.batch):
-            part = unique[i:i + self.batch]
+        queries = check_search(queries, k)
+        found, unique, deadline = {}, list(dict.fromkeys(queries)), time.monotonic() + self.patience.deadline
+        for i in range(0, len(unique), self.patience.batch):
+            part = unique[i:i + self.patience.batch]
             body = _ask(self, {'queries': part, 'topk': int(k), 'return_scores': True}, deadline)
             found.update(zip(part, _read_answer(self.url, body, len(part), k)))
         return [list(found[q]) for q in queries]
@@ -370,7 +363,8 @@ class SearchClient:
         "Its address, and which passages the server's /health says that it has: a dict; None where it does not say."
         import requests
         try:
-            answer = self.session.get(self.url.rstrip('/').rpartition('/')[0] + '/health', timeout=self.seconds)
+            health = self.url.rstrip('/').rpartition('/')[0] + '/health'
+            answer = self.session.get(health, timeout=self.patience.seconds)
             said = answer.json() if answer.status_code == 200 else None
         except (requests.RequestException, ValueError): said = None   # other servers need not have a /health
         said = said if isinstance(said, dict) else {}
@@ -447,8 +441,7 @@ class SearchCache:
 
     def search(self, queries, k):
         "For each query up to k `Passage`s: list of Q lists. Raises SearchError on a query that cannot be replayed."
-        queries = list(queries) if not isinstance(queries, str) else queries
-        check_search(queries, k)
+        queries = check_search(queries, k)
         new = [q for q in dict.fromkeys(queries) if self._find_known(q, k) is None]
         if new and self.retriever is None:
             raise SearchError(f'{new[0]!r:.200} for {k} passages is not among the kept searches of {self.path}, which '
@@ -480,18 +473,10 @@ def read_corpus(
     if whole or is_question_row(next(iter(read_rows(path)), (None, None))[1]):
         yield from load_corpus(name, path, on_error=on_error, cut=cut if whole else None)
         return
-    skipped, rows = [], 0
-    for rows, (where, row) in enumerate(read_rows(path), 1):
-        try:
-            if isinstance(row, RowError): raise row
-            for given, title, text in read_passages(bench, row):
-                yield Passage(str(count) if given is None else given, title, text)
-                count += 1
-        except RowError as e:
-            skipped.append(RowError(e.field, e.problem, where))
-            if on_error == 'raise': raise skipped[0] from None
-    if skipped and not count: raise ValueError(f'all {rows} rows are malformed; the first: {skipped[0]}')
-    if skipped: warnings.warn(f'skipped {len(skipped)} of {rows} rows; the first: {skipped[0]}', stacklevel=2)
+    for found in parse_rows(read_rows(path), lambda row: read_passages(bench, row), on_error, []):
+        for given, title, text in found:
+            yield Passage(str(count) if given is None else given, title, text)
+            count += 1
 
 # %% ../nbs/machinery/16_search_service.ipynb #s6x7
 def _progress(passages, total=None, every=20., clock=time.monotonic):
@@ -509,8 +494,7 @@ def _progress(passages, total=None, every=20., clock=time.monotonic):
 
 def build(arguments=None):  # list of str; None: the command line's
     "`credit-rl index CORPUS FOLDER`: save an index of passages, for `corpus=FOLDER` and for a server."
-    parser = make_parser('credit_rl.search_service', 'Save an index of passages: BM25, or vectors.')
-    parser.prog = 'credit-rl index'
+    parser = make_parser('credit-rl index', 'Save an index of passages: BM25, or vectors.')
     parser.add_argument('corpus', help='a folder of documents (.txt, .md, .html, .pdf), a file of {"id", "contents"} '
                                        'or {"title", "text"} rows, or of questions that bring paragraphs')
     parser.add_argument('folder', help='where the index is written; it must not be there yet')
@@ -539,8 +523,7 @@ def build(arguments=None):  # list of str; None: the command line's
 # %% ../nbs/machinery/16_search_service.ipynb #c026
 def main(arguments=None):  # list of str; None: the command line's
     "`credit-rl serve PLACE`: serve a saved index until interrupted."
-    parser = make_parser('credit_rl.search_service', "Serve a saved index, in Search-R1's protocol.")
-    parser.prog = 'credit-rl serve'
+    parser = make_parser('credit-rl serve', "Serve a saved index, in Search-R1's protocol.")
     parser.add_argument('place', help='what credit-rl index wrote; or the url of another server, or a file of kept '
                                       'answers, which is replayed')
     parser.add_argument('--keep', help='file in which answers are kept')

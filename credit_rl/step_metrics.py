@@ -20,10 +20,9 @@ from .groups import group_share, index_groups
 from .information_gain import belief_check, gold_statistics, state_logp
 from .layout import turn_means
 from .losses import kl
-from .metrics import exact_match
+from .metrics import exact_match, find_box
 from .outcome import outcome_rewards
 from .parts import Measured, Needs, start_values
-from .protocol import find_box
 from .runlog import metrics_by_step, read_params, read_summary
 from .trajectory import to_json
 from .tspo import first_turns, gold_in_question, has_evidence, near_miss_share, op_table

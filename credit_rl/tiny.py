@@ -89,7 +89,6 @@ class Player:
 
 PERFECT = Player()
 NOISY = Player(one_word=.25, relation=.15, restart=.15, misread=.4, early=.3, guess=.06)
-_GUESSING = Player(guess=1.)
 
 # %% ../nbs/3_acting/25_tiny.ipynb #c014
 def _understand(text):

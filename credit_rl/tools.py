@@ -837,8 +837,22 @@ class PythonTool:
 
     def call(self, codes):
         """Run C programs: list of C (`Observation`, `Result`). Found is what a program printed, without the labels of
-        what it searched. Never raises for what is in them."""
-        return _python_calls(self, codes)
+        what it searched; a call that is no text gets an error. Never raises for what is in them."""
+        with self.lock:                        # threads take turns, or each could wait for workers that the other holds
+            self.session()                     # start the workers here, not in several threads
+            texts = [c for c in codes if isinstance(c, str)]
+            parts = (texts[i:i + self.workers] for i in range(0, len(texts), self.workers))
+            done = iter([program for part in parts for program in _twice(self, part)])
+        def observation(code):
+            if not isinstance(code, str): return _error(f'code must be a string, got {code!r:.80}'), Result.MALFORMED
+            program = next(done)
+            printed, failed = program.text, program.failed
+            if program.too_much:
+                failed = f'the output is longer than {self.output_chars} characters; it begins', Result.ERROR
+            if failed is None: return read_observation(printed or self.empty), Result.OK
+            said = '\n'.join(filter(None, [_error(failed[0]), printed[:self.output_chars]]))
+            return read_observation(said), failed[1]
+        return [observation(c) for c in codes]
 
     def run(self, code):
         "Observation text of one program; 'Error: …' on any failure."
@@ -856,24 +870,6 @@ def _twice(tool, codes):
     if again := [i for i, p in enumerate(programs) if p.crashed]:
         for i, p in zip(again, _run_programs(tool, [codes[i] for i in again])): programs[i] = p
     return programs
-
-def _python_calls(tool, codes):
-    "Answer the calls of a `PythonTool`, `workers` at a time; a call that is no text gets an error."
-    with tool.lock:                        # threads take turns, or each could wait for workers that the other holds
-        tool.session()                     # start the workers here, not in several threads
-        texts = [c for c in codes if isinstance(c, str)]
-        parts = (texts[i:i + tool.workers] for i in range(0, len(texts), tool.workers))
-        done = iter([program for part in parts for program in _twice(tool, part)])
-    def observation(code):
-        if not isinstance(code, str): return _error(f'code must be a string, got {code!r:.80}'), Result.MALFORMED
-        program = next(done)
-        printed, failed = program.text, program.failed
-        if program.too_much:
-            failed = f'the output is longer than {tool.output_chars} characters; it begins', Result.ERROR
-        if failed is None: return read_observation(printed or tool.empty), Result.OK
-        said = '\n'.join(filter(None, [_error(failed[0]), printed[:tool.output_chars]]))
-        return read_observation(said), failed[1]
-    return [observation(c) for c in codes]
 
 # %% ../nbs/2_environment/13_tools.ipynb #n1302
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, fields
 import torch
 from .engine import (FinishedTurn, SamplingParams, check_numbers, check_request, continue_prompts, seed_of,
                               stop_tokens)
-from .launch import LAUNCHER, is_rank
+from .launch import LAUNCHER, free_port, is_rank
 from .models import end_ids, tied_weight
 from .options import SettingsGroup, setting
 
@@ -854,16 +854,11 @@ class _Sender:
                 first[url], ranks = ranks, ranks + servers.ask(url, 'get_world_size', get=True)['world_size']
             local = all(_is_loopback(url) for url in servers.urls)
             host = '127.0.0.1' if local else socket.gethostbyname(socket.gethostname())
-            where = NCCLTrainerInitInfo(host, _free_port(), ranks, rank=0)
+            where = NCCLTrainerInitInfo(host, free_port(), ranks, rank=0)
         self.sender = WeightTransferTrainerFactory.trainer_init(where, client=client, source=Source())
         self.members = list(servers.alive)
 
 def _is_loopback(url): return bool(re.match(r'https?://(127\.|localhost|\[::1\])', url))
-
-def _free_port():
-    with socket.socket() as s:
-        s.bind(('127.0.0.1', 0))
-        return s.getsockname()[1]
 
 # %% ../nbs/machinery/21_vllm_engine.ipynb #sv05
 @dataclass(frozen=True)
@@ -983,7 +978,7 @@ class Serving:
                  seconds=600.):   # most that they may take to start
         self.begun = {}
         self.commands = {f'http://127.0.0.1:{port}': (around, [*words, '--port', str(port)])
-                         for (around, words), port in zip(commands, iter(_free_port, None))}
+                         for (around, words), port in zip(commands, iter(free_port, None))}
         self.urls, self.folder = list(self.commands), str(folder)
         os.makedirs(folder, exist_ok=True)
         try:

@@ -10,9 +10,10 @@ import json, math, os, shutil, sys, textwrap, time
 from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
+from .launch import error_notes
 from .parameters import make_parser
-from .runlog import (Journal, has_metrics, is_stored, latest_checkpoint, metrics_by_step, read_json,
-                              read_params, read_summary)
+from .runlog import (Journal, has_metrics, is_stored, latest_checkpoint, metrics_by_step, read_params,
+                              read_summary)
 
 
 # %% ../nbs/machinery/79_watch.ipynb #c006
@@ -36,13 +37,11 @@ class NewestRollouts:
         for self.end, block in self.journal.entries(start): self.lines.extend(block.splitlines())
 
 # %% ../nbs/machinery/79_watch.ipynb #c009
-_PHASES = ('waiting', 'starting', 'running', 'finishing', 'silent', 'died', 'ended')
-
 @dataclass(frozen=True)
 class Status:
     "What a run's folder tells at one moment."
     folder: Path
-    phase: str                 # of PHASES
+    phase: str                 # waiting, starting, running, finishing, silent, died or ended
     line: str                  # the same in words
     params: dict = field(default_factory=dict)
     metrics: dict = field(default_factory=dict)   # step -> dict of values
@@ -67,15 +66,6 @@ def _pace(metrics):  # dict step -> dict of values
 # %% ../nbs/machinery/79_watch.ipynb #c011
 _WRITTEN = ('metrics.jsonl', 'turns.jsonl.gz', 'params.yaml', 'launch.yaml', 'checkpoints')
 
-def _error(folder, since):
-    "The first error that ranks wrote down since a time: str or None."
-    found = []
-    for path in sorted((folder/'errors').glob('rank-*.json')):
-        try: error = read_json(path)
-        except ValueError: continue                                  # it is being written, and whole at the next look
-        if since is None or error['time'] >= since - 1: found.append((error['time'], error['error']))
-    return min(found)[1] if found else None
-
 def _resume_line(folder):
     "How a run that died goes on: str."
     found = latest_checkpoint(folder)
@@ -91,21 +81,21 @@ def _end_line(summary):
 
 # %% ../nbs/machinery/79_watch.ipynb #c012
 def _phase(folder, params, metrics, summary, now):
-    "Where a run is, in one word and in a line: (str of PHASES, str)."
+    "Where a run is, in one word, see `Status`, and in a line: (str, str)."
     times = [(folder/name).stat().st_mtime for name in _WRITTEN if (folder/name).exists()]
     written = max(times, default=None)
     if summary is not None: return 'ended', _end_line(summary)
     if written is None: return 'waiting', 'waiting: nothing is there yet'
-    if error := _error(folder, written): return 'died', f'died: {error}; {_resume_line(folder)}'
+    if errors := [note['error'] for note in error_notes(folder) if note['time'] >= written - 1]:
+        return 'died', f'died: {errors[0]}; {_resume_line(folder)}'
     quiet = now - written
     if not metrics: return 'starting', f'starting: no line yet, {_duration(quiet)} after it began'
-    steps, step, mean = params.get('steps'), max(metrics), _pace(metrics)[0]
-    finishing = steps is not None and step >= steps
-    longest, base = _pace(metrics)[1], metrics.get(0, {}).get('seconds', math.nan)
+    steps, step, (mean, longest) = params.get('steps'), max(metrics), _pace(metrics)
+    finishing, base = steps is not None and step >= steps, metrics.get(0, {}).get('seconds', math.nan)
     known = [x for x in (longest, 2 * base if finishing else math.nan) if x == x]    # two evaluations end a run
     if quiet > (3 * max(known) + 30 if known else math.inf):
         return 'silent', (f'nothing was written for {_duration(quiet)}, where the longest step took '
-                          f'{_duration(_pace(metrics)[1])}: it has died, or hangs; {_resume_line(folder)}')
+                          f'{_duration(longest)}: it has died, or hangs; {_resume_line(folder)}')
     if finishing: return 'finishing', f'step {step} of {steps}: the test questions are left'
     left = '' if steps is None or mean != mean else f', {mean:.2g} s a step, {_duration(mean * (steps - step))} left'
     return 'running', f'step {step}' + ('' if steps is None else f' of {steps}') + left

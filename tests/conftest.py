@@ -246,6 +246,14 @@ def spoken(tmp_path_factory):
 
 
 @pytest.fixture(scope='module')
+def base(root):
+    "The small base on the CPU, its tokenizer, and its folder."
+    from credit_rl.models import load_model
+    model, tokenizer = load_model(str(folder := root / 'data' / 'tiny_base'))
+    return model.cpu(), tokenizer, folder
+
+
+@pytest.fixture(scope='module')
 def on_a_cpu():
     "PyTorch sees no GPU in this process: the same numbers everywhere."
     import torch

@@ -47,12 +47,9 @@ def test_readme_is_made_from_the_index():
 
 
 def test_links_lead_somewhere():
-    links = re.findall(r'\]\(([^)]+)\)', README)
-    assert len(links) > 10 and not [x for x in links if not x.startswith('https://') and not (ROOT / x).exists()]
-    text = ''.join(''.join(c['source']) for c in cells_of('index'))
-    links = re.findall(r'\]\(([^)]+)\)', text)
-    assert len(
-        links) > 10 and not [x for x in links if not x.startswith('https://') and not (ROOT / 'nbs' / x).exists()]
+    for text, place in ((README, ROOT), (''.join(''.join(c['source']) for c in cells_of('index')), ROOT / 'nbs')):
+        links = re.findall(r'\]\(([^)]+)\)', text)
+        assert len(links) > 10 and not [x for x in links if not x.startswith('https://') and not (place / x).exists()]
 
 
 def pages_of(folder):

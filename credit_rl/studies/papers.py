@@ -264,14 +264,10 @@ def _small_settings(verb, own, carl=False):  # a verb; what a file and an entry 
 def _make_speaker(folder):
     "Make a small random model of bytes, to which any text can be said, where there is none."
     if (Path(folder)/'config.json').exists(): return
-    import torch
-    from transformers import Qwen2Config, Qwen2ForCausalLM
     from credit_rl.protocol import byte_tokenizer
+    from credit_rl.tiny import tiny_model
     tokenizer = byte_tokenizer()
-    torch.manual_seed(0)
-    Qwen2ForCausalLM(Qwen2Config(
-        vocab_size=len(tokenizer), hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=1, max_position_embeddings=16384, eos_token_id=tokenizer.eos_token_id)).save_pretrained(folder)
+    tiny_model(tokenizer, width=64, heads=2, feedforward=128, max_length=16384).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
 _WITHOUT = ('nq', 'triviaqa', 'popqa', 'bamboogle', 'pairs')   # sets whose rows bring no passages

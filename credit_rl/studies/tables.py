@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 import numpy as np, torch, yaml
 from ..compare import curves, load_runs, seed_curves
-from ..critics import brier, expected_calibration_error
+from ..critics import auc, brier, expected_calibration_error
 from ..diagnostics import SPARE_COLOURS, error_table, method_colours
 from ..environment import asked_protocol
 from ..estimate import read_sizes
@@ -679,10 +679,9 @@ def _calibration_table(rows):
         pairs = [pair for row in own for pair in read_summary(row.run).get('calibration', ())]
         if not pairs: raise ValueError(f'{own[0].run} kept no calibration')
         p, y = torch.tensor(pairs).float().T
-        above = (p[y == 1][:, None] > p[y == 0]).float() + .5 * (p[y == 1][:, None] == p[y == 0])
         bins = {f'{i / 10:.1f} to {(i + 1) / 10:.1f}': share for i, share in enumerate(_bin_chances(p, y))}
         columns[label] = {**bins, 'ECE': expected_calibration_error(p, y), 'Brier': brier(p, y),
-                          'AUC': above.mean().item()}
+                          'AUC': auc(p, y)}
     return pd.DataFrame(columns)
 
 def _competence_figure(rows):

@@ -13,7 +13,7 @@ import torch
 from credit_rl.engine import HFEngine, ScriptedEngine
 from credit_rl.tspo import folr_rewards
 from credit_rl.layout import pack
-from credit_rl.learner import FrozenModels, Learner, Optimiser, PlainBackend, make_critic
+from credit_rl.learner import FrozenModels, Learner, Optimiser, make_critic
 from credit_rl.methods import LOSSES, METHODS, REWARDS, RULES, SAMPLINGS, compose, extra_passes, get_method, refusal
 from credit_rl.models import load_model, load_tokenizer, other_words
 from credit_rl.parts import Credit, Facts, Golds, Loss, Measured, Needs, Row, assign, not_dropped
@@ -29,6 +29,7 @@ from credit_rl.trajectory import example_group, Group, Result
 from credit_rl.true_credit import continuation_values
 from credit_rl.vspo import vspo_weights
 from credit_rl.world import make_world
+from deepspeed_steps import PlainSGD
 from pieces import learner_of
 
 
@@ -103,7 +104,7 @@ def a_step(world, method, options=None, groups=None):
     method = method.bind(options or {})
     critic = make_critic(model, **method.critic) if method.critic else None
     frozen = FrozenModels(teacher_every=0 if method.needs.teacher else None)
-    learner = Learner(copy.deepcopy(model), method.loss, AT_ONCE, critic, frozen, backend=SGD())
+    learner = Learner(copy.deepcopy(model), method.loss, AT_ONCE, critic, frozen, backend=PlainSGD())
     before = {n: w.clone() for n, w in learner.weights().items()}
     batch = assign(method, groups or games(world), looks(learner, world), torch.Generator().manual_seed(0))
     passes, stats = dict(learner.passes), learner.step(batch.layout, batch.seen, batch.credit)
@@ -113,11 +114,6 @@ def a_step(world, method, options=None, groups=None):
 def change(before, learner):
     "By how much weights moved, as one vector."
     return torch.cat([(w - before[n]).flatten() for n, w in sorted(learner.weights().items())])
-
-
-class SGD(PlainBackend):
-    "Plain gradient descent, so that the weights' change is the gradient."
-    def make_optimiser(self, groups, optimiser): return torch.optim.SGD(groups, lr=optimiser.learning_rate)
 
 
 def pairs():
@@ -270,7 +266,7 @@ def test_vspo_counts_the_kl_of_a_kept_row_once(world, average):
     method = compose(Row('tried', 'outcome/group/value', None, options={'smoothing': 3}, average=average))
 
     def moved(layout, credit, loss):
-        learner = Learner(copy.deepcopy(model), loss, AT_ONCE, frozen=FrozenModels(reference), backend=SGD())
+        learner = Learner(copy.deepcopy(model), loss, AT_ONCE, frozen=FrozenModels(reference), backend=PlainSGD())
         before = {n: w.clone() for n, w in learner.weights().items()}
         learner.step(layout, learner.evaluate(layout, Needs(logp=True, ref_logp=bool(loss.kl))), credit)
         return change(before, learner)

@@ -12,7 +12,6 @@ from credit_rl.groups import index_groups
 from credit_rl.layout import pack
 from credit_rl.methods import METHODS, compose
 from credit_rl.metrics import exact_match
-from credit_rl.models import load_model
 from credit_rl.outcome import outcome_rewards
 from credit_rl.parts import Measured, assign
 from credit_rl.protocol import PROTOCOLS, Chat
@@ -57,11 +56,10 @@ def test_a_continuation_does_not_depend_on_its_company(played):
     assert continuations(by(WEAK), env, states[:1], 2, seed=6) != continuations(by(WEAK), env, states[:1], 2, seed=5)
 
 
-def test_a_model_plays_on_with_caps_and_without_those_of_others(root, played):
+def test_a_model_plays_on_with_caps_and_without_those_of_others(base, played):
     "By the small model: a value is the mean over its own continuations, each within the run's tokens and turns."
     env, groups = played
-    model, tokenizer = load_model(str(root / 'data' / 'tiny_base'))
-    engine = HFEngine(model, tokenizer, max_length=env.max_tokens, max_rows=40)
+    engine = HFEngine(*base[:2], max_length=env.max_tokens, max_rows=40)
     states, index = distinct_states(groups[:2])
     on = continuations(engine, env, states, 4, seed=1)
     assert all(len(u.turns) <= env.max_turns for g in on for u in g.trajectories)

@@ -12,7 +12,6 @@ from credit_rl.environment import Conversation, make_environment
 from credit_rl.evaluate import check_evaluation, measure
 from credit_rl.layout import pack
 from credit_rl.learner import Learner
-from credit_rl.models import load_model
 from credit_rl.outcome import extract_answer
 from credit_rl.methods import compose
 from credit_rl.parameters import from_settings
@@ -76,16 +75,9 @@ def test_the_last_well_formed_answer_of_the_models_messages_counts(says, malform
 
 
 @pytest.fixture(scope='module')
-def base(root):
-    "The small base and its tokenizer, on the CPU."
-    model, tokenizer = load_model(str(root / 'data' / 'tiny_base'))
-    return model.cpu(), tokenizer
-
-
-@pytest.fixture(scope='module')
 def both(base):
     "Greedy games of the base where the first answer ends a message, and where the last one counts."
-    model, tokenizer = base
+    model, tokenizer, _ = base
     world = make_world('train', seed=3, size=200, questions=24)
     engine, greedy = HFEngine(model, tokenizer, max_length=192), SamplingParams(greedy=True, max_tokens=24)
     chats = [Chat(p, tokenizer) for p in (PROTOCOLS['tiny'], PATIENT)]
@@ -95,7 +87,7 @@ def both(base):
 def test_a_model_goes_on_after_its_answer_until_it_ends_its_message(base, both):
     "All is as with the first answer up to the answer's end; then its message goes on to its end or its cap."
     first, last = map(flat, both)
-    ends, longer = {*HFEngine(*base).eos_ids.tolist()}, 0
+    ends, longer = {*HFEngine(*base[:2]).eos_ids.tolist()}, 0
     for a, b in zip(first, last):
         if a.answer is None: continue
         turn = b.turns[len(a.turns) - 1]

@@ -19,7 +19,6 @@ from credit_rl.rollout import Environment, rollout
 from credit_rl.readers import Passage
 from credit_rl.tiny import tiny_environment
 from credit_rl.tools import SearchTool
-from credit_rl.models import load_model
 from credit_rl.trajectory import Group, Question, Stop, Trajectory, Turn
 from credit_rl.world import make_world
 from random_models import small_qwen
@@ -41,16 +40,9 @@ def same_logps(a, b):
 
 
 @pytest.fixture(scope='module')
-def base(root):
-    "The small base and its tokenizer, on the CPU."
-    model, tokenizer = load_model(str(root / 'data' / 'tiny_base'))
-    return model.cpu(), tokenizer
-
-
-@pytest.fixture(scope='module')
 def play(base):
     "Function that lets the base play some questions; settings of the engine and of the rollout may be given."
-    model, tokenizer = base
+    model, tokenizer, _ = base
     world = make_world('train', seed=3, size=200, questions=8)
     env = tiny_environment(world, Chat(PROTOCOLS['tiny'], tokenizer))
 

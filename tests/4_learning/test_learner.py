@@ -2,9 +2,7 @@
 or offloaded), and a critic on the policy's backbone."""
 import importlib.util
 import json
-import multiprocessing
 import os
-import sys
 from pathlib import Path
 
 import pytest
@@ -26,6 +24,7 @@ from credit_rl.settings import make_config
 from credit_rl.train import train
 from credit_rl.trajectory import Group, example_group
 from pieces import origin_of
+from started import apart
 
 ROOT = Path(__file__).resolve().parents[2]
 # the KL term makes it update at every step
@@ -36,25 +35,15 @@ DROPPING = {**SHORT, 'lora': {'r': 4, 'lora_dropout': .2}}
 LEARNER = dict(learner='deepspeed', stage=2) if importlib.util.find_spec('deepspeed') else {}
 needs_peft = pytest.mark.skipif(not importlib.util.find_spec('peft'), reason='no peft: pip install credit_rl[train]')
 
-context = multiprocessing.get_context('forkserver')
-context.set_forkserver_preload(['credit_rl.train', 'transformers.models.qwen2.modeling_qwen2'])
-
-
 def sitting(settings, seed):
     "A run, or the rest of one, after other work that left torch's generator somewhere."
-    sys.stdout = sys.stderr = open(os.devnull, 'w')
-    torch.cuda.is_available = lambda: False
     torch.manual_seed(seed)
     train(settings)
 
 
 def sit(folder, settings, seed=0):
     "The folder of a run that a process of its own made."
-    child = context.Process(target=sitting, args=({**settings, 'run': str(folder)}, seed))
-    child.start()
-    try: child.join()
-    finally: child.kill()               # one that has ended does not mind; Python would wait for another for ever
-    assert child.exitcode == 0
+    assert apart(sitting, {**settings, 'run': str(folder)}, seed) == 0
     return folder
 
 

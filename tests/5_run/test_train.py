@@ -4,13 +4,11 @@ import gzip
 import importlib
 import json
 import math
-import multiprocessing
 import os
 import re
 import resource
 import shutil
 import signal
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -38,7 +36,7 @@ from credit_rl.trajectory import Group, Question, example_group, trajectory_from
 from credit_rl.view import show_rollout
 from credit_rl.warmup import WarmupRollouts
 from made_runs import BASE, SHORT
-from started import typed
+from started import apart, typed
 
 ROOT = Path(__file__).resolve().parents[2]
 SHORT = {**SHORT, 'steps': 4}
@@ -128,25 +126,20 @@ def test_a_run_tells_how_it_goes(whole):
 
 @pytest.fixture
 def alone(finished):
-    "A function of a method to the folder of a run with one attempt a question."
-    return lambda method: finished(method=method, group_size=1, steps=2)
+    "The folder of a run with one attempt a question."
+    return finished(method='ppo', group_size=1, steps=2)
 
 
-@pytest.mark.parametrize('method', ['ppo', 'tips'])
-def test_one_attempt_per_question(alone, method):
+def test_one_attempt_per_question(alone):
     "As PPO's papers have it: nothing that compares within a group is needed, and of groups nothing is logged."
-    table = read_metrics(run := alone(method))
+    table = read_metrics(alone)
     assert table.step.tolist() == [0, 1, 2] and table.reward[1:].notna().all() and table.grad_norm[1:].gt(0).all()
     groups = table[['groups_all_right', 'groups_mixed', 'groups_all_wrong']]
     assert table.trajectories[1:].tolist() == [4, 4] and groups.isna().all(axis=None)
-    training_curves(run)
+    training_curves(alone)
 
 
 # ---- killed, and resumed ----
-
-context = multiprocessing.get_context('forkserver')
-context.set_forkserver_preload(['credit_rl.train', 'transformers.models.qwen2.modeling_qwen2'])
-
 
 def deadly(owner, name, count, matches=lambda *args: True, before=lambda *args: None):
     "Make the `count`-th call of `owner.name` that `matches` the process's last deed, after `before`(its arguments)."
@@ -191,8 +184,6 @@ ANYWHERE = [pytest.param(death, marks=[pytest.mark.nightly] * (death not in BY_D
 
 def sitting(settings, death=None, rising=False):
     "A run, or the rest of one, in a process. `rising`: as if each step's dev score were better, so the best is new."
-    sys.stdout = sys.stderr = open(os.devnull, 'w')
-    torch.cuda.is_available = lambda: False
     if rising:
         evaluate = training.Run.evaluate
 
@@ -205,13 +196,7 @@ def sitting(settings, death=None, rising=False):
     train(settings)
 
 
-def sit(settings, **how):
-    "Exit code of a sitting."
-    child = context.Process(target=sitting, args=(settings,), kwargs=how)
-    child.start()
-    try: child.join()
-    finally: child.kill()               # one that has ended does not mind; Python would wait for another for ever
-    return child.exitcode
+def sit(settings, **how): return apart(sitting, settings, **how)
 
 
 @pytest.mark.parametrize('death', ANYWHERE)
@@ -842,7 +827,7 @@ def test_shared_states_of_every_step(quiet, alone):
     later = [s for s in starts if s[2]]
     share = sum(starts.count(s) > 1 for s in later) / len(later)
     assert read_metrics(run).anchor_share[1] == pytest.approx(share) and 0 < share
-    assert read_metrics(alone('ppo')).anchor_share.isna().all() and read_metrics(alone('ppo'))['o-p-'][1] >= 0
+    assert read_metrics(alone).anchor_share.isna().all() and read_metrics(alone)['o-p-'][1] >= 0
 
 
 def test_tool_rate_by_tier_where_tiers_are_known(tmp_path, monkeypatch, quiet):

@@ -62,6 +62,7 @@ def test_a_step_of_which_too_much_is_missing_is_not_learned_from(share, how, roo
     else:
         assert len(table) == 4 and not learned.any() and 'the fifth step in a row' in end and 'resume=True' in end
         assert sum('is not learned from' in line for line in lines) == 5
+        assert how != 400 or any('400' in line for line in lines if 'is not learned from' in line)
 
 
 def test_a_run_that_ended_goes_on_when_its_judge_is_mended(root, tmp_path):
@@ -99,26 +100,6 @@ def test_more_may_be_missing_where_a_run_says_so(root, tmp_path):
     assert read_metrics(end)[1:].turn_reward.notna().all()
     with pytest.raises(ValueError, match='unanswered'):
         train({**BASE, 'options': {'judge': {'base_url': 'http://x', 'model': 'm'}}, 'unanswered': 1.5})
-
-
-def test_a_slow_judge_is_waited_for_and_given_up_at_its_deadline(root, tmp_path):
-    def slow(prompt, attempt):
-        if 'Pair' in prompt: time.sleep(seconds)
-        return grades(prompt)
-    seconds = .1
-    end, _, _ = run_with(slow, root, tmp_path / 'patient', steps=2)
-    assert read_metrics(end)[1:].turn_reward.notna().all() and (read_metrics(end)[1:].judge_failures == 0).all()
-    seconds = 4.
-    end, lines, _ = run_with(slow, root, tmp_path / 'hasty', judge={'deadline': 1.})
-    assert 'the fifth step in a row' in end and any('deadline of 1 s' in line for line in lines)
-
-
-def test_a_judge_that_thinks_is_read_behind_its_thought(root, tmp_path):
-    thinking = lambda prompt, attempt: f'<think>ratings_by_pair=[[9, 9, 9]]? No.</think>\n\n{grades(prompt)}'
-    end, _, _ = run_with(thinking, root, tmp_path / 'run', steps=2)
-    plain, _, _ = run_with(failing(0), root, tmp_path / 'plain', steps=2)
-    names = ['turn_reward', 'reward', *NAMES]
-    assert read_metrics(end)[1:][names].equals(read_metrics(plain)[1:][names])
 
 
 def test_a_judge_is_asked_while_others_are_still_played(root, tmp_path, monkeypatch):

@@ -18,14 +18,14 @@ from credit_rl.compare import (common_seeds, effort_table, load_runs, main, mark
                                paired_differences, plan_jobs, sampled_right, seed_curves)
 from credit_rl.jobs import Job, run_jobs
 from credit_rl.runlog import RunLog, module_hashes
+from made_runs import begun
 
 SCORES = {'em': .5, '1': .7, '2': .4, '3': .3}
 
 
 def made_up(folder, method, seed, final=.5, steps=4, finished=True, params={}, **summary):
     "A run folder of invented numbers."
-    log = RunLog(folder / f'{method}-{seed}')
-    log.write_params({'method': method, 'seed': seed, 'steps': steps, 'data': 'tiny', **params})
+    log = begun(folder / f'{method}-{seed}', **dict(method=method, seed=seed, steps=steps, data='tiny') | params)
     for step in range(steps + 1):
         log.metrics(step, dev_em=.2 + .3 * step / steps, **({'reward': .1 * step, 'trajectories': 8} if step else {}))
     if finished:
@@ -349,8 +349,7 @@ def test_a_replay_finds_the_numbers_again_and_notices_others(tmp_path, finished,
 def test_curves_by_trained_tokens(tmp_path):
     "Summed up over steps; a run that did not log them from its first step on has no such axis from there on."
     for method, logged in (('grpo', [30, 0, 50]), ('tspo', [40, None, 60])):
-        log = RunLog(tmp_path / f'{method}-1')
-        log.write_params({'method': method, 'seed': 1, 'steps': 3})
+        log = begun(tmp_path / f'{method}-1', method=method, seed=1, steps=3)
         log.metrics(0, dev_em=.1)
         for step, tokens in enumerate(logged, 1):
             log.metrics(step, trajectories=8, dev_em=.2, **({} if tokens is None else {'trained_tokens': tokens}))

@@ -155,11 +155,12 @@ def test_a_run_says_how_long_a_server_is_waited_for(canned, monkeypatch):
     down, up = [(503, b'starting')] * 5, (200, b'{"result": [[]]}')
     url, asked = canned(*down, up)
     task = make_config({'data': 'nq', 'corpus': url, 'patience': {'tries': 6, 'pause': 10}})
-    assert (client := real_search(task, 'tspo')).tries == 6 and len(asked) == 6 and pauses == [10, 20, 40, 80, 160]
-    assert (client.seconds, client.batch) == (30, 1024)
+    how = real_search(task, 'tspo').patience
+    assert how.tries == 6 and len(asked) == 6 and pauses == [10, 20, 40, 80, 160]
+    assert (how.seconds, how.batch) == (30, 1024)
     url, asked = canned(*down, up)
     given = from_settings(Evaluation, {'data': 'nq', 'corpus': url, 'patience': '{seconds: 7, tries: 6}'})
-    assert open_search('nq', corpus=url, settings=given.search_settings)[0].seconds == 7 and len(asked) == 6
+    assert open_search('nq', corpus=url, settings=given.search_settings)[0].patience.seconds == 7 and len(asked) == 6
     url, asked = canned(*down, up)
     with pytest.raises(ConnectionError, match='answered'): open_search('nq', corpus=url)
     assert len(asked) == 3

@@ -29,7 +29,6 @@ from credit_rl.export import export_run
 from credit_rl.groups import group_normalize
 from credit_rl.layout import pack
 from credit_rl.learner import Learner, Optimiser
-from credit_rl.models import load_model
 from credit_rl.parts import Credit, Loss
 from credit_rl.outcome import outcome_rewards
 from credit_rl.protocol import PROTOCOLS, Chat
@@ -49,13 +48,6 @@ psutil = pytest.importorskip('psutil')
 SETTINGS = {'enforce_eager': True}
 GREEDY = SamplingParams(greedy=True, max_tokens=24)
 ODD = [list(range(10, 10 + n)) for n in (5, 20, 60)]   # nothing the base has seen: it is unsure what follows
-
-
-@pytest.fixture(scope='module')
-def base(root):
-    "The small base and its tokenizer, and its folder."
-    model, tokenizer = load_model(str(root / 'data' / 'tiny_base'))
-    return model.cpu(), tokenizer, root / 'data' / 'tiny_base'
 
 
 @pytest.fixture(scope='module')

@@ -12,7 +12,6 @@ from fake_vllm import FakeServer
 from test_vllm_engine_sync import runs
 
 from credit_rl.engine import HFEngine, SamplingParams
-from credit_rl.models import load_model
 from credit_rl.protocol import PROTOCOLS, Chat
 from credit_rl.rollout import rollout
 from credit_rl.runlog import read_metrics, read_turns
@@ -23,13 +22,6 @@ from credit_rl.world import make_world
 from random_models import moved, small_qwen
 
 TURN = SamplingParams(max_tokens=12)
-
-
-@pytest.fixture(scope='module')
-def base(root):
-    folder = root / 'data' / 'tiny_base'
-    model, tokenizer = load_model(str(folder))
-    return model.cpu(), tokenizer, folder
 
 
 @pytest.fixture(scope='module')

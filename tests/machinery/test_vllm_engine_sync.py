@@ -145,11 +145,13 @@ with _watch():
 @pytest.mark.skipif(not Path('/proc').exists(), reason='needs /proc')
 def test_what_a_killed_process_was_starting_is_ended(root):
     "And not what it had started before."
-    pytest.importorskip('psutil')
+    psutil = pytest.importorskip('psutil')
     process = subprocess.Popen([sys.executable, '-c', STARTS], cwd=root, text=True, stdin=subprocess.PIPE,
                                stdout=subprocess.PIPE)
     before, inside = map(int, process.stdout.readline().split())
-    time.sleep(10)                                                         # for the watcher to have seen them
+    (watcher,) = {c.pid for c in psutil.Process(process.pid).children()} - {before, inside}
+    while '_psutil' not in Path(f'/proc/{watcher}/maps').read_text(): time.sleep(.1)
+    time.sleep(2)                                                          # for the watcher to have seen them
     process.kill()
     process.communicate()
     end = time.monotonic() + 30

@@ -13,17 +13,14 @@ import time
 import pytest
 
 from credit_rl import watch as watching
-from credit_rl.runlog import RunLog
 from credit_rl.trajectory import example_group, to_json
 from credit_rl.watch import NewestRollouts, Status, follow, main, read_status, screen, watch
+from made_runs import begun
 
 SUMMARY = {'final_em': .5, 'base_em': .25, 'questions': 600, 'best_step': 3, 'seconds': 150, 'steps': 3}
 
 
-def begin(folder, **params):
-    log = RunLog(folder)
-    log.write_params({'method': 'tspo', 'seed': 1, 'steps': 10, **params})
-    return log
+def begin(folder, steps=10): return begun(folder, steps=steps)
 
 
 def write_lines(folder, *clocks, end='\n'):

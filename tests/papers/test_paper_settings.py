@@ -550,10 +550,11 @@ def test_an_evaluation_plays_by_the_engine_of_the_training(name):
 
 
 @pytest.mark.parametrize('name, passages', [
-    *(pytest.param(f'eval_carl_k{k}', k, marks=pytest.mark.nightly) for k in (3, 5, 7)), ('eval_carl_oracle', 3)])
+    ('eval_carl_k3', 3), ('eval_carl_k5', 5), pytest.param('eval_carl_k7', 7, marks=pytest.mark.nightly),
+    ('eval_carl_oracle', 3)])
 @pytest.mark.long
 def test_an_evaluation_with_other_passages_is_the_papers_but_for_them(name, passages, small, data, tmp_path):
-    "CARL's settings on one set; played with them, the oracle's search finds nothing but support."
+    "CARL's settings on one set; played with them (of numbers one), the oracle's search finds nothing but support."
     told, plain = dotted(yaml.safe_load(SEARCHES[name].read_text())), evaluation('eval_carl')
     changed = {k for k in told if told[k] != plain[k]}
     assert changed <= {'data', 'passages', 'corpus', 'healthy'} and told.keys() == plain.keys()
@@ -562,6 +563,7 @@ def test_an_evaluation_with_other_passages_is_the_papers_but_for_them(name, pass
     command = (f'#   papermill nbs/91_evaluate.ipynb runs/{name}/notebook.ipynb -f runs/params/{name}.yaml '
                f'-p run runs/{name} -p model MODEL -p path DATA')
     assert command in SEARCHES[name].read_text()
+    if name in ('eval_carl_k3', 'eval_carl_k5'): return
     if name == 'eval_carl_oracle':
         lines = (ROOT / 'data' / 'README.md').read_text().split('musique_oracle` of')[1].split('python -c "')[1]
         code, place = lines.split('"')[0].replace('\n      ', '\n'), str(tmp_path / 'oracle')

@@ -26,7 +26,7 @@ from credit_rl.studies.papers import (PAPERS, RunRow, Work, all_works, entries, 
 from credit_rl.studies.tables import DRAWINGS, draw_rows, score_table
 from credit_rl.trajectory import Group, example_group, to_json
 from credit_rl.warmup import pool_tiers, read_collected
-from made_runs import BIG, SEVEN, SMALL, answered, assessed, evaluated, judged, made
+from made_runs import BIG, SEVEN, SMALL, answered, assessed, begun, evaluated, judged, made
 
 ROOT = Path(__file__).resolve().parents[2]
 MULTI = ['hotpotqa', '2wikimultihopqa', 'musique', 'bamboogle']
@@ -266,8 +266,7 @@ def test_the_verbs(capsys, tmp_path):
 # ---- what is drawn ----
 
 def test_rewards_of_turns_have_the_outcome_in_them(tmp_path):
-    log = RunLog(tmp_path / 'tspo')
-    log.write_params({'method': 'tspo', 'seed': 0, 'steps': 1, 'options': {}})
+    log = begun(tmp_path / 'tspo')
     latent = ((0., 0., 0., 0.), (1., 1., 0., 0.), (0., 0., 0., 0.))
     log.turns(1, [{'kind': 'train', 'trajectory': to_json(t), 'reward': float(i == 0), 'turn_rewards': list(x)}
                   for i, (t, x) in enumerate(zip(example_group().trajectories, latent))])
@@ -280,8 +279,7 @@ def test_rewards_of_turns_have_the_outcome_in_them(tmp_path):
 
 def test_questions_answered_by_yes_count_where_the_paper_counts_them(tmp_path):
     "TSPO table 1: 51,713 rollouts are all of them, those whose golds are yes or no too."
-    log, t = RunLog(tmp_path / 'run'), example_group().trajectories[2]
-    log.write_params({'method': 'tspo', 'seed': 0, 'steps': 1, 'options': {}})
+    log, t = begun(tmp_path / 'run'), example_group().trajectories[2]
     log.turns(1, [{'kind': 'train', 'trajectory': to_json(replace(t, question=replace(t.question, answers=('yes',))))}])
     row = RunRow('run', log.folder)
     assert drawn('tspo', 'table 1', [row]).loc['all', 'all'] == 1 and tables.process_table([row]).loc['all', 'all'] == 0
@@ -341,8 +339,7 @@ def test_checkpoints_are_drawn_by_step_and_options_by_value(tmp_path):
     assert figure.axes[-1].lines[0].get_xydata().round(9).tolist() == [[10, .1], [20, .4], [30, .2]]
     lines = drawn('tspo', 'figure 7', rows[:1]).axes[0].lines
     assert len(lines) == len(SEVEN) + 1 and lines[-1].get_label() == 'mean' and lines[-1].get_xdata().tolist() == [.5]
-    log = RunLog(tmp_path / 'logged')
-    log.write_params({'method': 'igpo', 'seed': 0, 'steps': 2, 'options': {}})
+    log = begun(tmp_path / 'logged', method='igpo', steps=2)
     for step in (1, 2): log.metrics(step, dev_f1=.6, dev_em=.1, trained_tokens=100)
     (ax,) = drawn('igpo', 'figure 5', [RunRow('IGPO', log.folder)]).axes
     assert ax.lines[0].get_xydata().tolist() == [[100, .6], [200, .6]]
@@ -367,8 +364,7 @@ def test_a_row_draws_rollouts_of_its_own_run(tmp_path):
     "TIPS figures 5 and 8 to 11, token by token, of the last steps; not the largest advantage over all folders."
     t, runs = example_group().trajectories[0], {}
     for name, size in (('ppo', .1), ('tips', .2)):
-        log = RunLog(tmp_path / name)
-        log.write_params({'method': name, 'seed': 0, 'steps': 20, 'options': {}, 'model': 'tiny'})
+        log = begun(tmp_path / name, method=name, steps=20, model='tiny')
         for step, shift in ((1, -5.), (20, 0.)):
             own = [[shift + size * i for i in range(len(x.action_ids))] for x in t.turns]
             log.turns(step, [{'kind': 'train', 'trajectory': to_json(t), 'reward': 1., 'token_advantages': own,
@@ -403,8 +399,7 @@ def test_long_answers_are_rows_by_verdict(tmp_path):
 def test_a_line_is_fitted_where_lengths_differ(tmp_path):
     rows = []
     for name, lengths in (('a', (100., 200.)), ('b', (100., 100.))):
-        log = RunLog(tmp_path / name)
-        log.write_params({'method': name, 'seed': 0, 'steps': 2})
+        log = begun(tmp_path / name, method=name, steps=2)
         for step, tokens in enumerate(lengths, 1): log.metrics(step, tokens=tokens, seconds_step=2. + .03 * tokens)
         rows.append(RunRow(name, log.folder))
     table = DRAWINGS['regression_table'](rows)
@@ -454,23 +449,20 @@ def test_hops_are_counted_over_three_sets(tmp_path):
 
 def test_critics_are_those_of_warm_ups(tmp_path):
     "CARL tables 11 and 13, figures 2 and 4."
-    log = RunLog(tmp_path / 'run')
-    log.write_params({'method': 'carl', 'seed': 1, 'steps': 500, 'options': {}})
+    log = begun(tmp_path / 'run', method='carl', steps=500)
     for step in range(0, 501, 25): log.metrics(step, gate_explained=.5 + step / 2000, explained_outcome=.1)
     table = drawn('carl', 'table 13', [RunRow('7B', log.folder)])
     assert table.index.tolist() == [*range(0, 501, 50)] and table['7B'].iloc[[0, -1]].tolist() == [.5, .75]
     warmed = []
     for kind, pairs in (('cold', [[.95, 0], [.05, 1]]), ('curated', [[.95, 1], [.05, 0]])):
-        log = RunLog(tmp_path / kind)
-        log.write_params({'collected': kind, 'method': 'carl', 'seed': 1})
+        log = begun(tmp_path / kind, collected=kind, method='carl')
         log.summary({'collected': kind, 'method': 'carl', 'calibration': pairs})
         warmed.append(RunRow(kind, log.folder))
     bins = drawn('carl', 'table 11', warmed)
     assert bins.loc['AUC'].to_dict() == {'cold': 0, 'curated': 1} and bins.loc['0.9 to 1.0', 'curated'] == 1
     axes = drawn('carl', 'figure 2', [*warmed, RunRow('CARL', made(tmp_path / 'trained', 'carl'))]).axes
     assert {line.get_label(): line.get_ydata()[9] for line in axes[0].lines[:2]} == {'cold': 0, 'curated': 1}
-    log, t = RunLog(tmp_path / 'valued'), example_group().trajectories[0]
-    log.write_params({'method': 'carl', 'seed': 1, 'steps': 2, 'options': {}})
+    log, t = begun(tmp_path / 'valued', method='carl', steps=2), example_group().trajectories[0]
     known = replace(t, question=replace(t.question, meta={'tier': 2}))
     for step, value in ((1, .9), (2, .1)):
         log.turns(step, [{'kind': 'train', 'trajectory': to_json(known), 'values': [value]}])

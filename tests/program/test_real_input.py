@@ -1,6 +1,5 @@
 """HotpotQA as it was published, end to end: BM25, the published prompt, five training steps, rollouts one can read."""
 import dataclasses
-import html
 import json
 import math
 from collections import Counter
@@ -22,7 +21,6 @@ from credit_rl.setup import real_passages, real_questions
 from credit_rl.train import train
 from credit_rl.trajectory import Group, Result, Stop, trajectory_from_json
 from credit_rl.view import show_rollout
-from papermilled import papermill, printed, shown
 from pieces import setup_of
 from started import typed
 
@@ -83,24 +81,6 @@ def test_five_steps_on_the_sample_by_the_command_line(spoken, tmp_path, run_pyth
     assert '4 train, 1 dev, 1 test questions of hotpotqa' in said and 'step 5/5' in said
     table = check_run(tmp_path / 'run', spoken, settings)
     assert table.updates[1:].eq(2).all() and table.loss[1:].notna().all()  # the KL term moves every trajectory
-
-
-@pytest.mark.nightly
-def test_five_steps_of_the_notebook_on_the_real_set(spoken, data, tmp_path):
-    "By papermill. Nobody is right, so the KL term asks for an update in each mini-batch."
-    settings = {**SHORT, 'path': str(data / 'hotpotqa'), 'method': 'tspo', 'kl': .01}
-    code, text, notebook = papermill(tmp_path / 'run' / 'notebook.ipynb', '-p', 'run', str(tmp_path / 'run'), '-p',
-                                     'model', spoken, settings=settings, cwd=tmp_path)
-    assert code == 0, text[-5000:]
-    table = check_run(tmp_path / 'run', spoken, settings)
-    assert table.zero_advantage[1:].eq(1).all() and table.updates[1:].eq(2).all()
-    assert table.loss[1:].abs().max() < 1 and table.grad_norm[1:].notna().all()
-    passages = len(json.loads((data / 'hotpotqa' / 'hotpotqa_corpus.json').read_text()))
-    assert f'{passages} passages' in printed(notebook) and passages > 1000 and 'step 5/5' in printed(notebook)
-    pages = [page for page in shown(notebook, 'text/html') if 'crl-head' in page]
-    asked = [row['trajectory']['question']['text'] for row in read_turns(tmp_path / 'run')]
-    # rollouts laid out turn by turn
-    assert len(pages) == 2 and all(any(html.escape(q) in page for q in asked) for page in pages)
 
 
 # sets of the same kind of rows as another's, which the day tries

@@ -32,15 +32,10 @@ from credit_rl.runlog import (RunFolders, RunLog, atomic_write, latest_checkpoin
                               read_params, read_summary, read_turns, save_checkpoint)
 from credit_rl.warmup import WarmupResult, read_collected, read_tiers, read_warmed
 from credit_rl.watch import NewestRollouts
+from deepspeed_steps import Harm
 
 ROOT = Path(__file__).resolve().parents[2]
 BASE = ROOT / 'data' / 'tiny_base'
-
-
-class Harm:
-    "What a stranger's file might hold: whoever reads it calls a function of his choice."
-    def __init__(self, mark): self.mark = mark
-    def __reduce__(self): return os.mkdir, (str(self.mark),)
 
 
 @pytest.fixture

@@ -31,10 +31,10 @@ ADAM = (1e-3, 3e-3)  # of both under AdamW
 SPREAD_ALL = {'zero_optimization': {'stage3_param_persistence_threshold': 0}}
 
 
-LETTER = ('grpo', 'tips', 'carl')  # each by AdamW and by SGD, in mini-batches of which the last is one trajectory
+LETTER = ('tips', 'carl')  # each by AdamW and by SGD, in mini-batches of which the last is one trajectory
 UNTIED = 'carl, untied'  # output embeddings of its own, which the critic's loss doesn't reach; weights decay fast
-# gold answers; a critic of its own and a teacher that is refreshed; a shared critic, twice; text alone
-METHOD_CASES = {'igpo': None, 'tips': 2, 'carl': None, UNTIED: None, 'grpo': None}  # teacher_every
+# gold answers; a critic of its own and a teacher that is refreshed; a shared critic, twice
+METHOD_CASES = {'igpo': None, 'tips': 2, 'carl': None, UNTIED: None}  # teacher_every
 
 
 def model(seed, vocabulary, tied=False):
@@ -200,7 +200,7 @@ def bad_step(backend):
 class Harm:
     "What a stranger's file might hold: whoever reads it calls a function of his choice."
     def __init__(self, mark): self.mark = mark
-    def __reduce__(self): return os.mkdir, (self.mark,)
+    def __reduce__(self): return os.mkdir, (str(self.mark),)
 
 
 def strangers_files(folder, read, mark):

@@ -14,10 +14,16 @@ SHORT = dict(model=BASE, steps=3, eval_every=2, questions_per_step=4, group_size
 BIG, SMALL = 'Qwen/Qwen2.5-7B-Instruct', 'Qwen/Qwen2.5-3B-Instruct'
 
 
+def begun(folder, **params):
+    "The log of a run that has begun: its settings are written, and nothing else."
+    log = RunLog(folder)
+    log.write_params({'method': 'tspo', 'seed': 0, 'steps': 1, 'options': {}, **params})
+    return log
+
+
 def made(folder, method='tips', model=BIG, seed=0, em=.5, steps=2, played=0, logged=None, **settings):
     "A finished run of training, as one writes it: its settings, two steps, its summary, so many kept rollouts."
-    log = RunLog(folder)
-    log.write_params({'method': method, 'model': model, 'seed': seed, 'steps': steps, 'options': {}, **settings})
+    log = begun(folder, method=method, model=model, seed=seed, steps=steps, **settings)
     for step in range(1, steps + 1): log.metrics(step, em=em, tokens=10. * step, seconds_step=4., dev_em=em,
                                                       **(logged or {}))
     if played: log.turns(1, [{'kind': 'train', 'trajectory': to_json(t), 'reward': float(i == 0)}

@@ -1,6 +1,7 @@
 """Processes that tests start and read, on the processor; not a test file. The fixture `start` ends what it started."""
 import contextlib
 import json
+import multiprocessing
 import os
 import shutil
 import socket
@@ -33,6 +34,26 @@ def free_port():
     with socket.socket() as s:
         s.bind(('127.0.0.1', 0))
         return s.getsockname()[1]
+
+
+context = multiprocessing.get_context('forkserver')
+context.set_forkserver_preload(['credit_rl.train', 'transformers.models.qwen2.modeling_qwen2'])
+
+
+def apart(function, *given, **how):
+    "Exit code of a function in a process of its own, which sees no GPU and says nothing."
+    child = context.Process(target=_mute, args=(function, given, how))
+    child.start()
+    try: child.join()
+    finally: child.kill()               # one that has ended does not mind; Python would wait for another for ever
+    return child.exitcode
+
+
+def _mute(function, given, how):
+    import torch
+    sys.stdout = sys.stderr = open(os.devnull, 'w')
+    torch.cuda.is_available = lambda: False
+    function(*given, **how)
 
 
 class Started(subprocess.Popen):
