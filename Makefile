@@ -19,7 +19,7 @@ LIBRARY := ^(000_tour|[0-8][0-9]_.*|index)\.ipynb$$
 # what writes credit_rl/ from the notebooks
 EXPORT = $(VENV)/bin/nbdev_export
 # seconds of processor time, as recorded, from which on a test waits for `make test-all`
-LONG ?= 2
+LONG ?= 3
 
 export TORCH_EXTENSIONS_DIR := $(CURDIR)/$(VENV)/torch_extensions
 # threads that wait sleep: a machine with other work on it is no trap (nbs/machinery/03_launch.ipynb)
@@ -57,7 +57,7 @@ help:
 	@echo 'make reports   the reports and tables of the stored runs, runs/NAME/report.ipynb, a few minutes'
 	@echo 'make quick     the notebooks that changed, what imports them, and their short tests, two minutes'
 	@echo 'make test      export the modules, run the library notebooks and what of tests/ takes less than $(LONG) s each,'
-	@echo '               check that nothing changed: a quarter of an hour'
+	@echo '               check that nothing changed: ten minutes on two quiet cores'
 	@echo 'make test-all  make test, then the longer tests (make test-long)'
 	@echo 'make test-vllm the vLLM engine on a CPU, in an environment of its own (.venv-vllm, 4 GB)'
 	@echo 'make test-gpu  what a GPU is to show, ten minutes on a machine that has one (tests/gpu/run.py)'

@@ -45,6 +45,7 @@ def archive(root):
     return read_archive(root)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize('name', METHODS)
 def test_every_method_has_a_page_in_the_one_form(name, archive):
     "With all sections, and a command that is accepted."

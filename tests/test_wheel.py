@@ -14,6 +14,8 @@ from started import copied
 ROOT = Path(__file__).resolve().parents[1]
 SHIPPED = ['setup.py', 'settings.ini', 'pyproject.toml', 'LICENSE', 'README.md', 'credit_rl']
 
+pytestmark = pytest.mark.long      # the first builds the wheel that all of them read
+
 
 @pytest.fixture(scope='session')
 def wheel(tmp_path_factory, run_python):

@@ -518,6 +518,7 @@ def test_a_set_is_loaded_by_name_at_the_pinned_commit(from_hub, name):
                 assert rows == json.loads(json.dumps([[q.id, q.text, q.answers, q.meta] for q in original]))
 
 
+@pytest.mark.long
 def test_an_interrupted_download_goes_on_where_it_was(from_hub):
     (first, second, _), hub = from_hub
     for name, split, file in (('hotpotqa', 'train', 'distractor/train-00000-of-00001.parquet'),

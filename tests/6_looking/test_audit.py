@@ -104,6 +104,7 @@ def test_measured_credit_is_the_exact_one_in_every_regime(name):
     assert table.loc['exact', 'sign'] > .8          # where many turns earn nothing, some seem to: by two errors
 
 
+@pytest.mark.long
 def test_few_continuations_say_on_average_what_many_do(truth):
     """Σ A² by kind of turn, less its noise, from four continuations, drawn 300 times from the exact values: on average
     that of the exact credit. The squared errors of an interval are biased: by them it is 28.8 in all, and not 24.8."""

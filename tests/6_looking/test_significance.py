@@ -148,6 +148,7 @@ def test_an_auc_is_scipys_with_any_question_left_out(page_auc):
         assert value == pytest.approx(stats.mannwhitneyu(shown, unshown).statistic / len(shown) / len(unshown))
 
 
+@pytest.mark.long
 def test_the_interval_of_an_auc_covers(page_auc):
     "The truth is that of very many questions. A percentile bootstrap over questions holds it in 84 to 94 %."
     rng, made = np.random.default_rng(0), (2.2, .5)

@@ -72,6 +72,7 @@ def test_a_run_is_examined_by_its_own_engine(run, plain, monkeypatch):
     assert found['tiers'] == {'1': 3, '2': 3} and found['greedy'] != found['base']['greedy']
 
 
+@pytest.mark.long
 def test_ranks_share_the_questions(run):
     "By hand: three ranks, each of which gets every third question."
     agent, _ = open_agent(run, 'newest')
@@ -101,6 +102,7 @@ def test_two_ranks_find_what_one_finds(run, plain, run_python):
     assert found == one and 'play, greedy' in said and (run / 'competence' / 'ranks.log').exists()
 
 
+@pytest.mark.long
 def test_a_run_is_asked_the_questions_of_other_sets_each_by_itself(run):
     "Each among its own passages, by its own metric; what was found before stays."
     rows = ROOT / 'data' / 'rows'
@@ -117,6 +119,7 @@ def test_a_run_is_asked_the_questions_of_other_sets_each_by_itself(run):
     assert kept['competence_sets']['hotpotqa'] == json.loads(json.dumps(found['hotpotqa']))
 
 
+@pytest.mark.long
 def test_other_questions_that_cannot_be_asked_are_refused(run):
     sample = str(ROOT / 'data' / 'hotpotqa_sample.json')
     with pytest.raises(ValueError, match='data'): examine_sets(run, {'data': 'hotpotqq'}, lambda line: None)

@@ -363,6 +363,7 @@ def test_draws_have_rates_of_the_first_and_fresh_seeds_of_the_others(tmp_path):
     assert found[found.world == 'parts 1'].score.tolist()[1] == pytest.approx(1, abs=1e-4)   # one turn: exact is GRPO
 
 
+@pytest.mark.long
 def test_exact_csv_is_filled_rule_by_rule(little, tmp_path):
     path = tmp_path / 'exact.csv'
     whole = (Path(little[0].run) / 'exact.csv').read_text()
@@ -393,6 +394,7 @@ def facts(folder):
     return [{k: v for k, v in block.items() if k != 'seconds'} for block in read_learned(folder)]
 
 
+@pytest.mark.long
 def test_an_interrupted_lab_goes_on(little, tmp_path):
     "After every line that it says, it is interrupted; the same command goes on, and nothing is done twice."
     whole, wanted = little

@@ -148,6 +148,7 @@ def test_what_a_run_made_can_be_exported(runs, tmp_path, kind):
     assert moved > 1e-4
 
 
+@pytest.mark.long
 def test_only_additions_are_trained(runs):
     state = torch.load(latest_checkpoint(runs('plain, adapted'))[1] / 'learner.pt', weights_only=True)['scorer']
     base = dict(load_model(SHORT['model'])[0].named_parameters())
@@ -156,6 +157,7 @@ def test_only_additions_are_trained(runs):
     assert all(w.abs().max() > 0 for name, w in state.items() if 'lora_B' in name)       # they began as zero
 
 
+@pytest.mark.long
 def test_a_run_on_one_rank_makes_no_rank_of_what_comes_next(runs):
     "DeepSpeed wants LOCAL_RANK, by which accelerate sets RANK: that makes a rank of nothing, of no child either."
     from accelerate import PartialState
@@ -220,6 +222,7 @@ def test_ending_the_caller_ends_the_ranks(start, tmp_path, how):
     end_by(process, how)
 
 
+@pytest.mark.long
 def test_ranks_end_with_their_launcher(start, tmp_path):
     process = start('tests.tools.ranks', tmp_path)
     process.read_until('all are here')

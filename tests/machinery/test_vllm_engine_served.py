@@ -57,6 +57,7 @@ def served(base, *fakes, **how):
 def turns(server): return [body['token_ids'] for path, body in server.asked if path == 'inference/v1/generate']
 
 
+@pytest.mark.long
 def test_games_of_two_servers_are_one_engines_and_a_conversation_stays_where_it_is(base, games, alone):
     with served(base, {}, {}) as (engine, *servers):
         assert games(engine) == alone[0]
@@ -71,6 +72,7 @@ def test_games_of_two_servers_are_one_engines_and_a_conversation_stays_where_it_
         assert len(first) == len(second) == 6 and len(set(first)) == len(set(second)) == 3 and not set(first) & set(second)
 
 
+@pytest.mark.long
 def test_a_turn_that_a_server_ends_early_is_asked_on(base, games, alone):
     with served(base, {'most': 3}) as (engine, server):
         assert games(engine, SamplingParams(greedy=True, max_tokens=12)) == alone[1]
@@ -78,6 +80,7 @@ def test_a_turn_that_a_server_ends_early_is_asked_on(base, games, alone):
         assert len(seeds) == len(turns(server)) > 12       # the rest of a turn is drawn anew, not from the same numbers
 
 
+@pytest.mark.long
 def test_a_dead_servers_turns_are_asked_elsewhere_and_it_comes_back_with_new_weights(base, games, alone):
     other = moved(base[0])
     with served(base, {}, {'dies': 3}) as (engine, first, second):

@@ -175,6 +175,7 @@ def metric_of(config):
     return staging.bound_method(config).metric
 
 
+@pytest.mark.long
 def test_sets_that_are_scored_differently_train_together(spoken, rows, tmp_path):
     "GSM8K's questions are scored as numbers, HotpotQA's by exact match, within one batch."
     for name, file in (('gsm8k', '{}.jsonl'), ('hotpotqa', 'hotpot_{}.json')):
@@ -448,6 +449,7 @@ def test_the_gate_is_read_again_on_what_the_policy_plays(model, warm, scripted, 
     monkeypatch.undo()
 
 
+@pytest.mark.long
 def test_of_a_cold_critic_what_nothing_tells_is_missing(model, scripted, tmp_path):
     "A cold critic says .5 everywhere; only a world can say what the base was taught."
     table = read_metrics(quiet({**TINY, 'model': model, 'run': str(tmp_path / 'cold')}))
@@ -477,6 +479,7 @@ def test_a_warm_up_that_fails_ends_with_a_report_and_may_not_teach(model, script
     assert (summary['protocol'], summary['prompt_hash']) == (protocol.name, prompt_hash(protocol))
 
 
+@pytest.mark.long
 def test_a_warm_up_whose_gradient_is_not_finite_ends_and_keeps_what_made_it(model, scripted, tmp_path, monkeypatch):
     "One state's return is absurd; resumed so that it skips the steps that meet it, the warm-up comes to its end."
     def with_one(*args):
@@ -501,6 +504,7 @@ class Killed(BaseException):
     "A kill, in process."
 
 
+@pytest.mark.long
 @pytest.mark.parametrize('how', ['killed at an examination', 'killed', 'asked to end', 'asked while it plays'])
 def test_a_warm_up_that_ends_on_its_way_goes_on_to_the_same_numbers(model, scripted, tmp_path, monkeypatch, how):
     settings = {**WARM, 'model': model, 'warm_steps': 6, 'warm_least': 6, 'warm_every': 2}
@@ -559,6 +563,7 @@ def test_ranks_warm_up_as_one_process_does(model, scripted, tmp_path, run_python
         for key in a: torch.testing.assert_close(a[key], b[key], atol=2e-4, rtol=0)
 
 
+@pytest.mark.long
 def test_random_rollouts_and_a_linear_head_for_the_matched_baseline(model, warm_up, tmp_path):
     ppo = dict(method='ppo', critic='shared', critic_mix=0.)
     warm = warm_up(**ppo, collected='random', backbone_rate=0., warm_steps=4, warm_least=4, warm_every=4,
