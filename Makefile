@@ -19,7 +19,7 @@ LIBRARY := ^(000_tour|[0-8][0-9]_.*|index)\.ipynb$$
 # what writes credit_rl/ from the notebooks
 EXPORT = $(VENV)/bin/nbdev_export
 # seconds of processor time, as recorded, from which on a test waits for `make test-all`
-LONG ?= 3
+LONG ?= 2
 
 export TORCH_EXTENSIONS_DIR := $(CURDIR)/$(VENV)/torch_extensions
 # threads that wait sleep: a machine with other work on it is no trap (nbs/machinery/03_launch.ipynb)

@@ -543,6 +543,7 @@ def test_a_file_that_is_not_what_was_announced_is_removed(tmp_path):
     assert not path.exists()
 
 
+@pytest.mark.long
 def test_the_hubs_token_is_for_the_hub(from_hub, monkeypatch, tmp_path):
     _, hub = from_hub
     assert 'Bearer secret' in hub.tokens

@@ -101,6 +101,7 @@ def test_search_o1_goes_on_after_its_note_alone(tiny):
     assert read[-1].count('</context>') == 1 + len(calls(t))                          # one stands in the prompt
 
 
+@pytest.mark.long
 def test_what_was_not_noted_is_lost(tiny):
     for name in ('search-o1', 'tools-always'):
         for t in played(tiny, name, drops=('founder',)):

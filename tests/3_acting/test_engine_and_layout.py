@@ -124,6 +124,7 @@ def test_draws_follow_the_distribution():
 COMPANY = {'few rows, small readings': dict(max_rows=5, read_tokens=32), 'sdpa': dict(attention='sdpa')}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize('setting', COMPANY.values(), ids=COMPANY)
 def test_the_batch_changes_no_sample(play, groups, setting):
     for a, b in zip(trajectories(groups), trajectories(play(**setting))):

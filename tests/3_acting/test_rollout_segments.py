@@ -215,6 +215,7 @@ def test_each_rows_log_probs_are_those_of_its_own_context(model):
     for t in every(groups): check(t, cap=6)
 
 
+@pytest.mark.long
 def test_company_order_and_room_change_no_segment(model):
     sampled = lambda groups: [[(x.action_ids, x.context_ids) for x in t.turns] for t in every(groups)]
     groups = eager_rollout(model)

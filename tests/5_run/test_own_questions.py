@@ -95,6 +95,7 @@ def test_what_was_demonstrated_is_not_evaluated_without_a_word(place, root, tmp_
 
 # ---- nbs/your_data.md ----
 
+@pytest.mark.long
 def test_the_page_on_own_data_runs_as_it_stands(place, root, tmp_path, monkeypatch, capsys):
     "From settings to demonstrations, fine-tuning, training, rollouts and a model; added is only what is small."
     page = (root / 'nbs' / 'your_data.md').read_text()

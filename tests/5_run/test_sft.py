@@ -187,6 +187,7 @@ def test_demonstrations_are_right_rollouts_that_a_run_can_show(shown):
     assert '<search>' in text and '<answer>' in text and 'Doc 1' not in text          # passages are read, not learned
 
 
+@pytest.mark.long
 @pytest.mark.parametrize('how', ['asked to end', 'killed'])
 def test_a_fine_tuning_that_ends_on_its_way_goes_on_to_the_same_weights(shown, tmp_path, monkeypatch, how):
     words, place = shown

@@ -94,6 +94,7 @@ def test_what_trl_played_is_what_we_credit(played):
     assert answered and all(t.answer for t in answered) and all(t.turns[-1].kind == 'answer' for t in answered)
 
 
+@pytest.mark.long
 def test_the_tool_is_our_search_and_its_fields_are_kept(played):
     trainer = played[0]
     tool = trainer.turn_credit.environment.tool

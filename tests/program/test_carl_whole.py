@@ -271,6 +271,7 @@ def spy_steps(monkeypatch):
     return kept
 
 
+@pytest.mark.long
 def test_segments_sum_to_what_the_critic_did_not_expect(model, scripted, tmp_path, monkeypatch):
     "At lambda 0 the advantages of a rollout's segments sum to R - V(s_0), over rows of their own."
     steps = spy_steps(monkeypatch)
