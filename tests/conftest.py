@@ -218,6 +218,13 @@ def pytest_sessionfinish(session):
         DURATIONS.write_text(f'{{\n{lines}\n}}\n', encoding='utf-8')
 
 
+def pytest_terminal_summary(terminalreporter, config):
+    "Name what was taken for short, since it has another name or more to do than when durations were recorded."
+    below = config.getoption('below')
+    slow = [f'{name} ({took:.0f} s)' for name, took in TOOK.items() if below and took >= max(2 * below, 5)]
+    if slow: terminalreporter.write_line(f'not short, run them with --record: {", ".join(slow)}')
+
+
 # ---- fixtures ----
 
 @pytest.fixture(scope='session')
