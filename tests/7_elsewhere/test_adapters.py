@@ -62,8 +62,8 @@ def judged(request):
 def close(a, b): assert_close(a, b, atol=1e-5, rtol=1e-5)
 
 
-def test_verl_and_skyrl_get_our_advantages(judged):
-    "SkyRL calls the same function with arguments of its own: test_adapters_releases."
+def test_verl_gets_our_advantages(judged):
+    "SkyRL, which calls the same function with arguments of its own, is in test_adapters_releases."
     given = {k: judged.tensors[k] for k in ('token_level_rewards', 'response_mask')}
     advantages, returns = estimator(judged.name)(**given, index=judged.index, config={'gamma': 1.})
     close(advantages, judged.ours)

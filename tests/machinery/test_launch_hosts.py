@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 import yaml
 
-from credit_rl.launch import Ranks, check_alike, check_hosts
+from credit_rl.launch import Ranks, check_alike, check_hosts, free_port
 from credit_rl.runlog import latest_checkpoint, read_metrics, same_metrics
 from credit_rl.settings import Config, check, make_config
 from credit_rl.parameters import by_group, make_parser, read_settings
 from credit_rl.train import train
 from made_runs import SHORT
-from started import Started, free_port, ranks_of, typed
+from started import Started, ranks_of, typed
 
 psutil = pytest.importorskip('psutil')
 ROOT = Path(__file__).resolve().parents[2]

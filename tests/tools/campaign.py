@@ -39,7 +39,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
-from started import free_port
+
+from credit_rl.launch import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 MARK = 'CREDIT_RL_CAMPAIGN'      # environment variable of all that a fault starts: its number

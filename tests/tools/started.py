@@ -4,13 +4,14 @@ import json
 import multiprocessing
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
+
+from credit_rl.launch import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -28,12 +29,6 @@ def copied(names, target):
             shutil.copytree(ROOT / name, target / name, ignore=shutil.ignore_patterns('__pycache__', '.*'))
         elif (ROOT / name).exists(): shutil.copy(ROOT / name, target / name)
     return target
-
-
-def free_port():
-    with socket.socket() as s:
-        s.bind(('127.0.0.1', 0))
-        return s.getsockname()[1]
 
 
 context = multiprocessing.get_context('forkserver')
