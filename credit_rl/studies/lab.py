@@ -1171,7 +1171,7 @@ def which_main(arguments=None):
     except (ValueError, OSError) as e: sys.exit(f'credit_rl.studies.lab: {e}')
     print('your problem: ' + ', '.join(f'{name} {x:.3g}' for name, x in found.items()))
     print(f"GRPO's steps over a rule's in the nearest of {table.world.nunique()} worlds, each a linear policy on one draw; 95 % of "
-          'rollouts, another draw moves a ratio by some 7 %:', *said, '', rows.to_string(), '', sep='\n')
+          'rollouts, another draw moves a ratio by some 4 %:', *said, '', rows.to_string(), '', sep='\n')
     print('A ratio within a tenth of 1 is no finding. Exact credit and told critics are bounds, not rules: 99_lab has them. An '
           'audit of your own checkpoint (credit-rl audit) would know better: by default it plays on 16 times from every state.')
 
