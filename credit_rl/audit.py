@@ -177,7 +177,7 @@ def _turn_gradients(
 # %% ../nbs/6_looking/71_audit.ipynb #a018x3
 def _question_gradients(
     credit,     # (N, K) a rule's
-    gradients,  # (N, K, D), of turn_gradients
+    gradients,  # (N, K, D), of _turn_gradients
     owner,      # (N,) long, question of each rollout
 ):
     "Mean gradient that a credit makes of each question's rollouts: (B, D)."
@@ -274,12 +274,12 @@ def _score_by_kind(credit, base, right, kinds, made):  # (N, K) each; made: of a
 def audit(
     rules,           # dict name -> (N, K) credit of every turn
     truth,           # Truth
-    gradients=None,  # (N, K, D), of turn_gradients; None: those scores are left out
+    gradients=None,  # (N, K, D), of _turn_gradients; None: those scores are left out
     costs=None,      # dict name -> dict of more columns
     against=None,    # (N, K) what the rules are held against; None: true credit
     baseline='grpo', # whose signal to noise is taken off, where it is among the rules
 ):
-    """Judge rules against true credit (METHODS "True credit", ours): a pandas DataFrame, a row for each rule and for
+    """Judge rules against true credit (`36_true_credit`, ours): a pandas DataFrame, a row for each rule and for
     the controls: `half`, true credit from one half of the continuations, which is judged by the other half; `vine`,
     from FEW of them, where that is less than half, judged by the others; `chance`, drawn at random; `even`, the outcome
     spread over the turns. Each score stands beside its 95 % interval, `low` and `high`. `signal to noise over grpo` is

@@ -354,7 +354,7 @@ class _FaultyTool:
 # %% ../nbs/6_looking/70_diagnostics.ipynb #c058
 def resilience(engine, env, questions, sampling=None, metric='em', ranks=Ranks()):
     """Break the tool on questions that are known (CARL tables 15 and 16): dict of shares. `called`: of the games under
-    the prompt that forces a call those in which there was one; for each of OUTPUTS what is right of those, by a metric
+    the prompt that forces a call those in which there was one; for each of _OUTPUTS what is right of those, by a metric
     of outcome_of, NaN if there was none; `no tool`: what is right of all without tools. Each rank plays its share; an
     irrelevant output then comes from the same share."""
     out, forced = {}, with_prompt(env, 'forced')

@@ -35,7 +35,7 @@ _LAYOUTS = (('messages',), ('prompt', 'completion'), ('input', 'output'), ('prom
 def _layout_of(
     row,  # dict
 ):
-    "Which of LAYOUTS a row has: a tuple of keys. Raises ValueError on one that has none."
+    "Which of _LAYOUTS a row has: a tuple of keys. Raises ValueError on one that has none."
     for keys in _LAYOUTS:
         if all(key in row for key in keys): return keys
     raise ValueError(f'its keys are {sorted(row)}, and a rollout is ' + '; or '.join(map(' and '.join, _LAYOUTS)) +

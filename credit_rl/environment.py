@@ -199,8 +199,8 @@ class Conversation(SettingsGroup):
 
     Raises ValueError on lengths that do not fit together."""
     protocol: str = setting(None, f"one of {', '.join(PROTOCOLS)}; 'direct': nothing is searched; or a YAML file of "
-                                  "Protocol's fields; None: 'tiny' in the tiny world, else 'tspo'; sets without "
-                                  'passages are asked directly, or by programs')
+                                  "Protocol's fields; None: 'tiny' in the tiny world, 'tools' with tools of one's own, "
+                                  "else 'tspo'; sets without passages are asked directly, or by programs")
     max_turns: int = setting(None, "the answer included; None: 4, or 15 segments by CARL's protocols", least=1)
     max_tokens: int = setting(8192, 'most tokens of a trajectory, prompt included; to train also None: prompt_tokens '
                                     'and response_tokens together where both are given, else by the model', least=1)

@@ -36,6 +36,8 @@ KNOWN_SIZES = {  # of the shipped parameter files, so that an estimate needs no 
     'Qwen/Qwen2.5-7B-Instruct': Sizes(7_615_616_512, 28, 3584, 18944, 3584, 512, 152064),
     'Qwen/Qwen2.5-14B-Instruct': Sizes(14_770_033_664, 48, 5120, 13824, 5120, 1024, 152064),
     'Qwen/Qwen3-1.7B': Sizes(1_720_574_976, 28, 2048, 6144, 2048, 1024, 151936),
+    'Qwen/Qwen3-8B': Sizes(8_190_735_360, 36, 4096, 12288, 4096, 1024, 151936),
+    'Qwen/Qwen3-14B': Sizes(14_768_307_200, 40, 5120, 17408, 5120, 1024, 151936),
     'Qwen/Qwen3-4B-Instruct-2507': Sizes(4_022_468_096, 36, 2560, 9728, 4096, 1024, 151936),
     'meta-llama/Llama-3.1-8B-Instruct': Sizes(8_030_261_248, 32, 4096, 14336, 4096, 1024, 128256),
 }
@@ -351,7 +353,7 @@ def ahead_seconds(
     acting,       # list of n seconds: playing the rollouts of a step, as they come
     learning,     # list of m seconds: scoring and learning
     transfer=0.,  # seconds in which weights are handed over and neither is at work
-    slower=1.,    # see both_seconds
+    slower=1.,    # see _both_seconds
 ):
     """Estimate the mean seconds of a step in step and of one whose rollouts are played a step ahead: (float, float). A
     step's learning meets the next step's acting, so each time of the one is as likely to meet any of the other."""

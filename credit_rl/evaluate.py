@@ -84,7 +84,7 @@ _SCORES = {'em': exact_match, 'f1': f1, 'cover_em': cover_match, 'carl_em': carl
 
 def _metric_of(
     benchmark,    # a data set of BENCHMARKS
-    metric='em',  # one of SCORES, asked for
+    metric='em',  # one of _SCORES, asked for
 ):
     "Name the number that a set is reported by: what is asked for, but 'numeric' where its answers are numbers."
     own = get_benchmark(benchmark).metric
@@ -93,7 +93,7 @@ def _metric_of(
 def score(
     trajectory,
     benchmark,    # a data set of BENCHMARKS
-    metric='em',  # one of SCORES, which the row then has as well
+    metric='em',  # one of _SCORES, which the row then has as well
 ):
     """Measure one trajectory by the rules of a benchmark: `measure`, 'cover_em', and 'numeric' where that
     is its metric."""

@@ -248,7 +248,7 @@ def keep_traceback(
     folder,  # of the run
     rank,
 ):
-    "Write the traceback of an exception to `errors/rank-R.json` of the run folder, and raise it again."
+    "Write the traceback of an exception to `errors/rank-R.txt` of the run folder, a note to `rank-R.json`, and raise it again."
     try: yield
     except BaseException as e:
         if isinstance(e, SystemExit) and not e.code: raise                  # it saved, as all others, and was told to end

@@ -33,7 +33,7 @@ class Protocol:
     tool_text: str = None                # tells of `tools` in the system message; None: the template does, or our words
     think_tag: str = 'think'             # <think_tag> … </think_tag> around reasoning; None: it stands free
     call_tag: str = 'tool_call'          # <call_tag> … </call_tag> around a call
-    call_style: str = 'json'             # one of CALL_STYLES
+    call_style: str = 'json'             # one of _CALL_STYLES
     answer_tag: str = 'answer'           # <answer_tag> … </answer_tag> around the answer; None: \boxed{…}
     answer_stop: str = 'first'           # one of ANSWER_STOPS: which answer ends a message
     call_stop: str = 'tag'               # one of CALL_STOPS: what ends a message that calls

@@ -982,7 +982,7 @@ class _Clock:
 
 class _Trackers:
     "Trackers of a run, opened at its first line."
-    def __init__(self, names):  # in TRACKERS
+    def __init__(self, names):  # in _TRACKERS
         check_trackers(names)
         self.names, self.params, self.opened = names, {}, None
 
@@ -1002,7 +1002,7 @@ class RunLog(Hold):
     "The folder of one run, written by this process alone until it is closed. Raises at once where it cannot be used."
     def __init__(self, folder,   # runs/NAME; made if missing
                  resume=False,   # True: continue the run that it holds, if any; False: refuse a folder that holds one
-                 trackers=()):   # names in TRACKERS, which show the metrics as well
+                 trackers=()):   # names in _TRACKERS, which show the metrics as well
         self._trackers, self.folder = _Trackers(trackers), _make_folder(Path(folder))
         self._journals = {name: Journal(self.folder/name, packed) for name, packed in _GROWING.items()}
         with _name_folder(self.folder): super().__init__(self.folder)
@@ -1300,7 +1300,7 @@ def imported_modules(entry):  # name of a module of this library, such as 'train
     return sorted(reached)
 
 # %% ../nbs/machinery/02_runlog.ipynb #r110
-def module_hashes(modules):  # iterable of names such as 'folr'
+def module_hashes(modules):  # iterable of names such as 'tspo'
     "Hash modules of this library as they are now (`source_hash`): dict name → 16 hexadecimal digits, or 'gone'."
     return {m: found[0] if (found := _module(m)) else 'gone' for m in modules}
 

@@ -74,7 +74,7 @@ _OF_QUESTION = {'last_relation': _last_relation}   # placeholder -> function of 
 @dataclass(frozen=True)
 class Schema:
     """What a gold answer is wrapped in; {open} and {close} stand for what the protocol's own form of an answer has on
-    both sides (answer_form), {tag} for its answer tag, the names in OF_QUESTION for what a question has. Raises
+    both sides (answer_form), {tag} for its answer tag, the names in _OF_QUESTION for what a question has. Raises
     ValueError on another placeholder."""
     before: str = '{open}'
     after: str = ''
@@ -88,7 +88,7 @@ class Schema:
 
     @property
     def of_question(self):
-        "Its placeholders that differ from question to question: tuple of names in OF_QUESTION."
+        "Its placeholders that differ from question to question: tuple of names in _OF_QUESTION."
         return tuple(n for n in _OF_QUESTION if f'{{{n}}}' in self.before + self.after)
 
 # %% ../nbs/3_acting/24_scoring.ipynb #c011x3

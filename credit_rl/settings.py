@@ -320,7 +320,7 @@ class Keeping(SettingsGroup):
     base_questions: int = setting(None, 'dev questions, drawn, that the base attempts before the first step, each '
                                         'group_size times, as in a step: is there anything to learn from? 0: none; '
                                         'None: 8 of a model of your own, where attempts are compared', least=0)
-    track: str = setting('tensorboard', "who else gets the metrics: names of TRACKERS, with commas between; '' nobody")
+    track: str = setting('tensorboard', "who else gets the metrics: tensorboard, wandb, trackio, with commas between; '' nobody")
     measure: list = setting([], "at every step, by forwards that the method need not ask for: 'belief', how probable "
                                 "the policy finds the gold answer; 'entropy', of its distributions")
     log: LogChoice = setting(LogChoice(), 'what is written down')
@@ -669,7 +669,7 @@ def _check_warmed(c, method):
 # %% ../nbs/5_run/61_settings.ipynb #hb62
 def scored_schemas(
     method,   # Method with the options of a run
-    measure,  # names in MEASURES
+    measure,  # names in _MEASURES
 ):
     "How the golds that a run scores are written down: list, see `read_schema`."
     needs = method.needs

@@ -613,7 +613,7 @@ def first_credit(
     folders,      # as in find_runs
     until=_EARLY,  # last step that counts
 ):
-    """`_early_credit` of each run, from its rollouts or, for EARLY steps, from its examination: a pandas DataFrame by
+    """`_early_credit` of each run, from its rollouts or, for _EARLY steps, from its examination: a pandas DataFrame by
     method and seed; runs that have neither are left out."""
     import pandas as pd
     rows = {}

@@ -1,4 +1,4 @@
-"""67_fetch: GGUF files from anywhere, whole or not; a model by its name where the hub does not answer; the command."""
+"""87_fetch: GGUF files from anywhere, whole or not; a model by its name where the hub does not answer; the command."""
 import json
 import multiprocessing
 import os

@@ -152,6 +152,8 @@ MODELS = {
     'Qwen/Qwen2.5-7B-Instruct': (_SHAPE(Qwen2Config, 28, 3584, 18944, 28, 4, 152064), 7_615_616_512),
     'Qwen/Qwen2.5-14B-Instruct': (_SHAPE(Qwen2Config, 48, 5120, 13824, 40, 8, 152064), 14_770_033_664),
     'Qwen/Qwen3-1.7B': (_SHAPE(Qwen3Config, 28, 2048, 6144, 16, 8, 151936, head_dim=128, **TIED), 1_720_574_976),
+    'Qwen/Qwen3-8B': (_SHAPE(Qwen3Config, 36, 4096, 12288, 32, 8, 151936, head_dim=128), 8_190_735_360),
+    'Qwen/Qwen3-14B': (_SHAPE(Qwen3Config, 40, 5120, 17408, 40, 8, 151936, head_dim=128), 14_768_307_200),
     'Qwen/Qwen3-4B-Instruct-2507': (_SHAPE(Qwen3Config, 36, 2560, 9728, 32, 8, 151936, head_dim=128, **TIED), 4_022_468_096),
     'meta-llama/Llama-3.1-8B-Instruct': (_SHAPE(LlamaConfig, 32, 4096, 14336, 32, 8, 128256), 8_030_261_248)}
 # bytes of a GPU of the stated host
