@@ -307,7 +307,7 @@ _SEVEN = ('nq', 'triviaqa', 'popqa', 'hotpotqa', '2wikimultihopqa', 'musique', '
 _CARL = ('gsm8k', 'hotpotqa', '2wikimultihopqa', 'finqa', 'musique')
 MIXTURES = {
     'tips': _Mixture(('nq', 'hotpotqa'), _SEVEN, 'TIPS, experimental setup'),
-    'tspo': _Mixture(('nq', 'hotpotqa'), _SEVEN, 'TSPO, table 1 and datasets'),
+    'tspo': _Mixture(('nq', 'hotpotqa'), _SEVEN, 'TSPO, section 4.1 and table 3'),
     'prs': _Mixture(('nq', 'hotpotqa'), _SEVEN, 'PRS and VSPO, datasets'),
     'igpo': _Mixture(('nq', 'triviaqa', 'hotpotqa', '2wikimultihopqa'), _SEVEN, 'IGPO, datasets and metrics'),
     'carl': _Mixture(('gsm8k', 'hotpotqa', '2wikimultihopqa'), _CARL, 'CARL, section 4.1'),

@@ -132,7 +132,7 @@ def policy_loss(
     advantages: (R, T)
     weights: (R, T) >= 0
     kind: 'ppo', 'gspo', 'gspo-token', 'cispo' or 'reinforce'
-    clip_low: float >= 0
+    clip_low: float in [0, 1]
     clip_high: float >= 0
     dual_clip: float > 1; None: no bound
     row_trajectory: (R,) long; None: row i is trajectory i

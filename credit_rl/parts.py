@@ -89,7 +89,7 @@ class Credit:
 class Loss:
     "How advantages become a gradient."
     kind: str = setting('ppo', "policy_loss's kinds")
-    clip_low: float = setting(0.2, 'ratios are clipped to 1 - clip_low', least=0)
+    clip_low: float = setting(0.2, 'ratios are clipped to 1 - clip_low', least=0, most=1)
     clip_high: float = setting(0.2, 'and to 1 + clip_high', least=0)
     dual_clip: float = setting(None, 'c of the dual clip; None: none', above=1)
     average: str = setting('token-mean', 'how tokens are averaged', choices=AVERAGES)
@@ -157,7 +157,7 @@ class Reward(Part):
     """What earns. Its `text` gives a tensor, or a pair of it and what else was found, dict of (N,) to log. An outcome
     may so give another 'grade' of the answer, (N,) in [0, 1] or NaN, than its reward."""
     # 'outcome' (N,) of a rollout, 'bonus' (N,) on top of one; or (N, K) for each turn: 'turns', 'levels', whose mean a
-    # rule takes that sums over turns, or 'changes' of a value, whose sum is fixed, so that no turn may be left out
+    # rule takes that is not turnwise, or 'changes' of a value, whose sum is fixed, so that no turn may be left out
     gives: str = 'turns'
     # in place of `text`: (layout, seen, options) -> tensor, from what models found; or a pair, as `text`
     model: object = None
@@ -172,7 +172,7 @@ class Rule(Part):
     "What a reward is compared with."
     credit: object = None        # (rewards, layout, seen, options) -> advantages (N, K), or `Credit`
     average: str = 'token-mean'  # of the loss, unless a method says otherwise
-    turnwise: bool = True        # gives turns of a rollout different credit; False: sums over turns
+    turnwise: bool = True        # gives turns of a rollout different credit; False: all the same
     compares: bool = True        # compares the attempts at one question, so it needs two of them
     wants_turns: bool = False    # compares turn rewards, so one must be picked
     critic: dict = None          # how its critic is made (make_critic), if it has one

@@ -312,7 +312,7 @@ PARTS = (
     Reward('notes', r'\Phi(S_{k+1}) - \Phi(S_k)', 'ours', gives='changes',
            text=lambda groups, rewards, o: turn_changes(note_values(groups), index_groups(groups)[0])),
     Rule('each', r'A_{i,k} = r_{i,k} / s', 'ours', credit=_scale_rewards, compares=False,
-         options={'scale': Option('batch', "s: the batch's root mean square, the group's deviation, or 1",
+         options={'scale': Option('batch', "s: the batch's root mean square, the group's deviation (its mean taken off), or 1",
                                   choices=('batch', 'group', 'none')),
                   'eps': Option(1e-6, 'added to s', least=0)}),
     Row('vine', 'outcome+continuations/each', 'VinePPO (Kazemnejad et al. 2024), over turns; ours', '#00441b'),

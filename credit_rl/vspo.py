@@ -205,5 +205,6 @@ PARTS = (
              options={**_VARIANCE, 'draws': Option(3, 'rounds of rollouts that a step may take', least=1),
                       'groups': Option(None, 'most groups that are kept; None: those of a step', int, least=1)},
              facts={'groups': 'questions_per_step'},
-             differs='at most `draws` rounds of rollouts a step, then the update takes what there is'),
+             differs='at most `draws` rounds of rollouts a step, then the update takes what there is; a graded outcome counts by its '
+                     'spread'),
     Row('vspo', 'outcome/group/value', 'VSPO eqs. 16-21', '#cc78bc'))

@@ -299,7 +299,7 @@ class GateFailed(RuntimeError):
 
 @dataclass(frozen=True)
 class WarmUp:
-    "How a critic is warmed up; defaults are the paper's (CARL appendices C and E)."
+    "How a critic is warmed up; defaults are the paper's (CARL appendices C and D)."
     steps: int = 2400            # most steps
     least: int = 1800            # first step whose pass counts
     every: int = 25              # steps between examinations
@@ -450,7 +450,7 @@ _BUCKETS = ('Tier 1, no tool', 'Tier 1, tool', 'Tier 2, no tool', 'Tier 2, tool'
 
 @dataclass(frozen=True)
 class Collection(SettingsGroup):
-    "Which rollouts a critic is taught on; defaults are the paper's (CARL appendix C)."
+    "Which rollouts a critic is taught on; defaults are the paper's unless an option says otherwise (CARL appendix C)."
     tries: int = setting(5, 'answers without tools; a question is known (Tier 2) where one is right', least=1)
     pool: list = setting(None, 'folders of pools of such answers (credit-rl pool), read in their place')
     collected: str = setting('curated', "'random': no tiers, no clusters, one search; 'cold': nothing is taught, only "
