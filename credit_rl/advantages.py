@@ -22,7 +22,7 @@ def rloo(
     groups,   # (N,) integer
 ):
     """Subtract the mean of the group's other members (RLOO: Ahmadian et al. 2024): (N,), 0 for a lone or missing
-    member.
+    member. Raises ValueError if no group has two members, and on infinite rewards.
 
     rewards: (N,) outcomes; NaN: missing
     groups: (N,) integer
@@ -42,7 +42,8 @@ def reinforce_pp(
     eps=1e-6,     # added to the standard deviation
 ):
     """Normalise over the batch, in the baseline form after subtracting group means (REINFORCE++: Hu 2025): (N,).
-    0 for a missing member. Raises ValueError if fewer than two rewards were measured.
+    0 for a missing member. Raises ValueError on eps < 0, on infinite rewards, if fewer than two were measured, and in
+    the baseline form if no group has two members.
 
     rewards: (N,) outcomes; NaN: missing
     groups: (N,) integer; None: the plain form
@@ -87,7 +88,8 @@ def gae(
     row_trajectory=None,  # (R,) long, trajectory of each row, rows in order; None: row i is trajectory i
 ):
     """Estimate advantages over trained tokens only (GAE: Schulman et al. 2016, eq. 16): advantages and returns.
-    (R, T) each, 0 where mask is False. Raises ValueError on a value or reward of a trained token that is not finite.
+    (R, T) each, 0 where mask is False. Raises ValueError on gamma or lam outside [0, 1], shapes that differ, an empty
+    batch, and a value or reward of a trained token that is not finite.
 
     rewards: (R, T)
     values: (R, T), before each token
@@ -230,6 +232,8 @@ def gigpo(
     least=0.,          # least deviation that is divided by (ours)
 ):
     """Compare episodes in the group and turns at the same anchor (GiGPO: Feng et al. 2025): (N, K), 0 outside the mask.
+    Raises ValueError on another mode, anchors that do not fit, half-measured or infinite rewards, a discount outside
+    [0, 1], and if no group has two members.
 
     rewards: (N, K), the outcome on the last turn
     anchors: (N, K) long, context of each turn

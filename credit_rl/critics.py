@@ -64,7 +64,7 @@ def reliability(
     bins=10,  # equal bins; each has its upper edge
 ):
     """Compare predicted with observed chance by bin (CARL table 11): predicted, observed and count, (bins,) each.
-    NaN in an empty bin. Raises ValueError outside [0, 1]."""
+    NaN in an empty bin. Raises ValueError outside [0, 1], and on bins < 1."""
     if bins < 1: raise ValueError(f'wanted at least one bin, got {bins}')
     p, y = _chances(p, y)
     edges = (torch.arange(1, bins, dtype=torch.float64, device=p.device) / bins).to(p.dtype)
@@ -165,7 +165,8 @@ def segment_starts(
     row_trajectory,  # (R,) long in [0, N)
     turn_mask,       # (N, S) bool
 ):
-    "Locate the last context token before each turn: (N, S, 2) long, row and position, -1 where there is no turn."
+    """Locate the last context token before each turn: (N, S, 2) long, row and position, -1 where there is no turn.
+    Raises ValueError unless each turn, and no other, has one stretch of trained tokens, with a context before it."""
     row, position = first_tokens(token_turns).nonzero(as_tuple=True)
     owner, turn = row_trajectory[row], token_turns[row, position]
     inside = (owner < turn_mask.shape[0]) & (turn < turn_mask.shape[1]) & (position > 0)
@@ -198,6 +199,6 @@ def scale_gradient(
     factor,  # >= 0, what its gradient is multiplied by; 0: no gradient
 ):
     """Pass a tensor on and scale the gradient that comes back (CARL table 5's two rates, as a mixing weight): same
-    shape."""
+    shape. Raises ValueError on a factor below 0."""
     if not factor >= 0: raise ValueError(f'the factor of a gradient must be >= 0, got {factor}')
     return x.detach() + factor * (x - x.detach()) if factor else x.detach()

@@ -16,7 +16,8 @@ from .trees import ARCHITECTURES, adds_mask, check_tree
 # %% ../nbs/3_acting/20_engine.ipynb #c004
 @dataclass(frozen=True)
 class SamplingParams:
-    "How to draw the next token, and when to stop."
+    """How to draw the next token, and when to stop. Raises ValueError on a number out of range. Raises TypeError where
+    stop is one string."""
     temperature: float = 1.0  # > 0; applied before everything else
     top_p: float = 1.0        # in (0, 1]; 1 keeps all
     top_k: int = 0            # >= 0; 0 keeps all
@@ -520,7 +521,8 @@ def attention_window(model):  # Hugging Face causal model
     return min(getattr(config, name, None) or math.inf for name in ('sliding_window', 'attention_chunk_size'))
 
 class HFEngine:
-    "Generate with a Hugging Face causal model on its own device; the model may be the one that is being trained."
+    """Generate with a Hugging Face causal model on its own device; the model may be the one that is being trained.
+    Raises ValueError without a tokenizer, and on a model that attends within a window shorter than max_length."""
     hollow = False   # whether a sleep cost the weights, as it may of others
 
     def __init__(self, model, tokenizer,
@@ -550,7 +552,8 @@ class HFEngine:
 
     def generate(self, prompts, sampling, n=1, keys=None, seeds=None):
         """Continue each prompt (list of ids) `n` times. Returns `Samples`, prompts outermost. `seeds`: one per sample,
-        default 0, 1, …"""
+        default 0, 1 and so on. Raises ValueError on a prompt that is empty or too long, on one that does not continue
+        its kept conversation, on more keys than max_rows, on keys with n > 1, and on a model that gives NaN."""
         if keys is not None and len(keys) > self.max_rows:
             raise ValueError(f'at most max_rows={self.max_rows} conversations are kept at once, got {len(keys)} keys')
         return continue_prompts(self, prompts, sampling, n, keys, seeds)

@@ -112,7 +112,8 @@ def standardize(
     least=0.,     # least deviation that is divided by (ours)
 ):
     """Compare each valid entry with its cell: (M,) in float32 or better, exactly 0 without spread and where not valid.
-    Warns of a deviation below .001 where `least` allows it: what is divided by so little may be noise."""
+    Warns of a deviation below .001 where `least` allows it: what is divided by so little may be noise. Raises
+    ValueError on another ddof, and on eps or least below 0."""
     if ddof not in (0, 1): raise ValueError(f'ddof is 0 (population) or 1 (sample), got {ddof}')
     if not min(eps, least) >= 0: raise ValueError(f'eps and least are of a deviation, at least 0, got {eps}, {least}')
     x = widen(x.detach())                         # credit is a number for the loss, not a way back into what earned it
@@ -143,7 +144,8 @@ def group_normalize(
     least=0.,    # least deviation that is divided by (ours)
 ):
     """Compare each entry with its group, jointly over turns (GRPO: TSPO eq. 3; IGPO eqs. 5-6): shape of x.
-    Exactly 0 where a group has no spread. Raises ValueError if no group has two members.
+    Exactly 0 where a group has no spread. Raises ValueError if no group has two members, on a half-measured row, and on
+    infinite values.
 
     x: (N,) outcomes or (N, K) turn rewards; a row of NaN: missing
     groups: (N,) integer
@@ -168,8 +170,9 @@ def group_share(
     right=1.0,   # reward from which on an answer counts as right
     wrong=0.0,   # reward up to which it counts as wrong
 ):
-    """Share of groups that are all right, mixed, all wrong (TSPO fig. 2), and collapsed, without spread: dict of
-    floats in [0, 1]."""
+    """Share of groups that are all right, mixed, all wrong (TSPO fig. 2), and collapsed, without spread, as lone ones
+    are: dict of floats in [0, 1], NaN where none is measured. Raises ValueError if no group has two members, and on
+    infinite rewards."""
     check_tensors(rewards=rewards)
     index = check_groups(groups, len(rewards))
     x, valid = widen(rewards), is_measured(rewards)

@@ -55,7 +55,8 @@ def information_gain(
 ):
     """Measure what each turn did to the policy's belief in the gold answer (IGPO eqs. 3-4): (N, K), 0 outside the mask.
     NaN in a trajectory that was not measured; carries no gradient.
-    Raises ValueError on positive values (probabilities, most likely)."""
+    Raises ValueError on positive values (probabilities, most likely), on another mode, on a shape or mask that does not
+    fit, and on -inf where the mode is 'logprob'."""
     if mode not in ('prob', 'logprob'): raise ValueError(f"mode is 'prob' or 'logprob', got {mode!r}")
     if answer_logp.ndim != 2 or answer_logp.shape[1] < 2:
         raise ValueError(f'answer_logp must be (N, K+1), one state more than turns, got {tuple(answer_logp.shape)}')
@@ -179,7 +180,7 @@ def set_f1(
     golds,       # list of str
 ):
     """Return F1 on SETS of words, lower case, articles kept, against the best gold (IGPO, first release): float in [0,
-    1]."""
+    1]. Raises TypeError where golds are one string."""
     if isinstance(golds, str):
         raise TypeError(f'golds must be a list of strings, got the string {golds!r}; write [{golds!r}]')
     blank = str.maketrans(string.punctuation, ' ' * len(string.punctuation))

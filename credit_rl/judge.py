@@ -48,8 +48,8 @@ def _key(asked):
 
 # %% ../nbs/2_environment/18_judge.ipynb #c037
 class Judge:
-    """Ask a model at an OpenAI-compatible endpoint, keep what it says, and count what goes wrong. Raises ImportError
-    without the extra `judge`."""
+    """Ask a model at an OpenAI-compatible endpoint, keep what it says, and count what goes wrong. Raises ValueError on
+    a number out of range. Raises ImportError without the extra `judge`."""
 
     def __init__(
         self,
@@ -90,7 +90,7 @@ class Judge:
         """Put prompts (list of str, or of message lists) to the model, of equal ones one, and none whose reply is kept:
         list of values, in order. `parse`: function reply -> value, None if unreadable, or a list with one per prompt.
         A reply that is empty, cut off or unreadable is asked for once more. None where it stays so, and where a request
-        failed."""
+        failed. Raises ValueError unless a list of parsers has one per prompt."""
         parsers = [parse] * len(prompts) if callable(parse) else list(parse)
         if len(parsers) != len(prompts):
             raise ValueError(f'wanted one parser, or one for each prompt, got {len(parsers)} for {len(prompts)}')

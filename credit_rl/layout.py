@@ -70,7 +70,7 @@ def pack(
     prefix=0,    # ids of the generation prefix that every context ends with
     tree=False,  # True: tokens that rows share are to be computed once
 ):
-    """Lay out groups of trajectories as a `Layout`.
+    """Lay out groups of trajectories as a `Layout`. Raises ValueError without trajectories, and on one without turns.
 
     groups: list of Group, N trajectories in all
     prefix: ids of the generation prefix that every context ends with, >= 0
@@ -139,7 +139,7 @@ def loss_weights(
     denominator=None,        # replaces the full batch's token count, number of trajectories, or 1
 ):
     """Weight (R, T) of every token in the loss, so that the loss is a plain weighted sum. Raises ValueError on an
-    unknown average.
+    unknown average, and where the denominator is not above 0.
 
     token_turns: (R, T) long, -1 where nothing is trained
     row_trajectory: (R,) long in [0, N)

@@ -79,7 +79,8 @@ def policy_terms(
     row_trajectory=None,  # (R,) long, for the ratios of gspo; None: each row is one trajectory
 ):
     """Compute each token's loss term, 0 where untrained, and what to watch (see policy_loss): (R, T), dict of detached
-    scalars."""
+    scalars. Raises ValueError on another kind, a clip that is out of range or does not fit the kind, shapes that
+    differ, and trained tokens whose numbers are not finite or whose log-probability is positive."""
     if kind not in ('ppo', 'gspo', 'gspo-token', 'cispo', 'reinforce'):
         raise ValueError(f"kind is 'ppo', 'gspo', 'gspo-token', 'cispo' or 'reinforce', got {kind!r}")
     if dual_clip is not None and (dual_clip <= 1 or kind in ('cispo', 'reinforce')):
@@ -125,7 +126,8 @@ def policy_loss(
     row_trajectory=None,  # (R,) long, for the ratios of gspo; None: each row is one trajectory
 ):
     """Sum weight · clipped surrogate (TSPO eq. 9, VSPO eq. 6; GSPO, CISPO, REINFORCE): scalar to minimise.
-    Raises ValueError on probabilities in place of log-probabilities, and on NaN where the weight is not 0.
+    Raises ValueError on another kind, a clip out of range, a negative weight, probabilities in place of
+    log-probabilities, and NaN where the weight is not 0.
 
     logp: (R, T) in nats, with gradient
     old_logp: (R, T) in nats
@@ -150,7 +152,8 @@ def kl(
     mask=None,   # (R, T) bool, trained tokens; None: all
 ):
     """Estimate KL(π_θ ‖ π_ref) per token (Schulman 2020): (R, T), 0 outside the mask.
-    Raises ValueError on probabilities in place of log-probabilities."""
+    Raises ValueError on another kind, shapes that differ, values that are not finite, and probabilities in place of
+    log-probabilities."""
     check_tensors(logp=logp, ref_logp=ref_logp, mask=mask)
     if kind not in ('k1', 'k2', 'k3'): raise ValueError(f"kind is 'k1', 'k2' or 'k3', got {kind!r}")
     mask = torch.ones_like(logp, dtype=torch.bool) if mask is None else mask
@@ -204,7 +207,7 @@ def overlong_penalty(
     buffer,      # int in (0, L_max], L_cache: the stretch over which the penalty grows
 ):
     """Penalise long rollouts softly, to be added to their outcomes (DAPO: Yu et al. 2025, eq. 13): (N,) float32 in
-    [-1, 0]."""
+    [-1, 0]. Raises ValueError on a buffer outside (0, max_length]."""
     if not 0 < buffer <= max_length:
         raise ValueError(f'buffer lies in (0, max_length], got {buffer} for max_length {max_length}')
     return ((max_length - buffer - lengths.float()) / buffer).clamp(-1, 0)

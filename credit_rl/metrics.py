@@ -86,7 +86,7 @@ def search_r1_answer(
     prompt_answers=1,  # answer pairs ascribed to the prompt, at least 0; 0: `text` is what came after the prompt
 ):
     """Return the inside of the last <answer>…</answer> as Search-R1's reward finds it, or None if only the prompt's
-    are there."""
+    are there. Raises ValueError on prompt_answers < 0."""
     if prompt_answers < 0: raise ValueError(f'prompt_answers must be at least 0, got {prompt_answers}')
     pairs = re.findall('<answer>(.*?)</answer>', text, re.DOTALL)
     return pairs[-1].strip() if len(pairs) > prompt_answers else None
@@ -106,7 +106,8 @@ def cover_match(
     golds,              # list of str
     whole_words=False,  # True: the gold's words in a row, not just its characters
 ):
-    "Return 1.0 if any normalised gold is contained in the normalised prediction, else 0.0."
+    """Return 1.0 if any normalised gold is contained in the normalised prediction, else 0.0. Raises TypeError where
+    golds are one string. Raises ValueError without golds."""
     prediction, golds = _normalize_pair(prediction, golds)
     if whole_words: return float(any(f' {g} ' in f' {prediction} ' for g in golds))
     return float(any(g in prediction for g in golds))
@@ -116,7 +117,8 @@ def carl_match(
     prediction,  # str or None
     golds,       # list of str
 ):
-    "Return 1.0 on exact match, or if a gold of several words is contained in the prediction (CARL, evaluation)."
+    """Return 1.0 on exact match, or if a gold of several words is contained in the prediction (CARL, evaluation).
+    Raises TypeError where golds are one string. Raises ValueError without golds."""
     prediction, golds = _normalize_pair(prediction, golds)
     return float(any(g == prediction or (' ' in g and g in prediction) for g in golds))
 
@@ -126,6 +128,7 @@ def f1(
     golds,       # list of str
 ):
     """Return the word F1 against the best gold, in [0, 1], on multisets of normalised words (TIPS eq. 4, IGPO eq. 2).
+    Raises TypeError where golds are one string. Raises ValueError without golds.
 
     prediction: str, or None
     golds: list of str
@@ -157,7 +160,8 @@ def short_bleu(
     golds,         # list of str
     smooth=False,  # True: add one to numerator and denominator of p_2, p_3, p_4
 ):
-    "Return short-form BLEU against the best gold, in [0, 1], on normalised words (PRS eqs. 10-12)."
+    """Return short-form BLEU against the best gold, in [0, 1], on normalised words (PRS eqs. 10-12). Raises TypeError
+    where golds are one string. Raises ValueError without golds."""
     prediction, golds = _normalize_pair(prediction, golds)
     return max((_bleu(prediction.split(), g.split(), smooth) for g in golds), default=0.0)
 
@@ -250,7 +254,8 @@ def numeric_match(
     golds,         # list of str
     rel_tol=1e-4,  # in [0, 1): largest |prediction - gold| / |gold|
 ):
-    "Return 1.0 if the prediction's one number equals a gold's, else 0.0; a gold without a number is matched exactly."
+    """Return 1.0 if the prediction's one number equals a gold's, else 0.0; a gold without a number is matched exactly.
+    Raises TypeError where golds are one string. Raises ValueError without golds, and on rel_tol outside [0, 1)."""
     if not 0 <= rel_tol < 1: raise ValueError(f'rel_tol must be in [0, 1), got {rel_tol}; 0.01 accepts one percent')
     prediction, golds = _check(prediction, golds)
     p = parse_number(prediction)
@@ -267,7 +272,8 @@ def parts(
     between=';',    # what stands between the parts
 ):
     """Return the share of a gold's parts that are right at their place, in [0, 1], the best over the golds. A part
-    that normalises to nothing is never right."""
+    that normalises to nothing is never right. Raises TypeError where golds are one string. Raises ValueError without
+    golds."""
     prediction, golds = _check(prediction, golds)
     listed = lambda text: [normalize(part) for part in text.split(between)]
     said = listed(prediction)

@@ -375,7 +375,8 @@ class Method:
         return bound
 
     def text_rewards(self, groups):
-        "What the text tells: dict of 'right' (N,), 'outcome' (N,), 'grade' (N,), 'turns' (N, K), and what parts read."
+        """What the text tells: dict of 'right' (N,), 'outcome' (N,), 'grade' (N,), 'turns' (N, K), and what parts read.
+        Raises ValueError on rewards of tool calls that the method does not read, and on a rollout without turns."""
         mask = index_groups(groups)[0]
         out = {'right': self.right(groups, self.options['right']), 'turns': torch.zeros(mask.shape)}
         paid = any(turn.reward is not None for g in groups for t in g.trajectories for turn in t.turns)

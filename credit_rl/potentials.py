@@ -46,7 +46,7 @@ def shaping_rewards(
 ):
     """Reward every turn by the change of potential, α[Φ(S_k) − Φ(S_{k−1})] (TIPS eqs. 17, 20): (N, K).
     0 outside the mask, NaN in a trajectory that was not measured.
-    Raises ValueError on α < 0 and on 'teacher' without any scored end.
+    Raises ValueError on α < 0, another terminal, infinite states, and 'teacher' without any scored end.
 
     phi: (N, K+1) in nats; NaN: missing, and padding
     turn_mask: (N, K) bool
@@ -101,6 +101,7 @@ def history_max(
 ):
     """Measure by how much each turn raises the record of the potential (TIPS appendix E.6), unscaled: (N, K).
     0 on a trajectory's last turn and outside the mask, NaN in a trajectory that was not measured.
+    Raises ValueError on infinite states before the end, and on shapes that do not fit.
 
     phi: (N, K+1) in nats; NaN: missing, and padding
     turn_mask: (N, K) bool
@@ -160,7 +161,8 @@ REWARD_BANDS = {'small': (0.001, 0.05), 'medium': (0.05, 0.3), 'large': (0.3, 1.
 @dataclass
 class AlphaController:
     """Keep the mean size of the shaping inside a band (TIPS appendix D; the paper gives no update rule).
-    Its fields are its whole state: `AlphaController(**dataclasses.asdict(c))` goes on where c stopped."""
+    Its fields are its whole state: `AlphaController(**dataclasses.asdict(c))` goes on where c stopped. Raises
+    ValueError on fields out of range."""
     low: float = 0.05        # band of mean |α ΔΦ|, default medium
     high: float = 0.3
     alpha: float = 0.1       # α > 0 in force
@@ -175,7 +177,7 @@ class AlphaController:
 
     def update(self, mean_abs_reward):
         """Take in a batch's mean |α ΔΦ|, made with the present α; returns the next α. NaN (nothing measured) changes
-        nothing."""
+        nothing. Raises ValueError on a negative or infinite mean."""
         if mean_abs_reward < 0 or math.isinf(mean_abs_reward):
             raise ValueError(f'a mean of absolute values is a number >= 0, got {mean_abs_reward}')
         if math.isnan(mean_abs_reward): return self.alpha
@@ -218,7 +220,7 @@ def scoring_flops(
     answer_length=10.0  # tokens per gold answer, mean
 ):
     """Count the operations of scoring all golds at all states with shared prefixes (TIPS appendix H.1): float, in
-    TFLOPs."""
+    TFLOPs. Raises ValueError without lengths, and on one that is not above 0."""
     if len(lengths) == 0 or min(lengths) <= 0:
         raise ValueError(f'lengths are the token counts > 0 of the scored prefixes, got {lengths}')
     attention, longest = 4 * shape.q * shape.layers, max(lengths)

@@ -42,7 +42,8 @@ def process_reward(
 def format_reward(
     complete,  # bool, all that the model wrote stands in its tags
 ):
-    "Reward a complete package of tags with 0.1 (PRS eq. 9): float, 0.1 or 0."
+    """Reward a complete package of tags with 0.1 (PRS eq. 9): float, 0.1 or 0. Raises ValueError on anything but yes
+    and no."""
     return 0.1 if _every('complete', complete) else 0.0
 
 # %% ../nbs/1_rules/34_prs.ipynb #c013
@@ -116,7 +117,7 @@ def prs_long(
     answer,   # in [0, 1] (short_bleu); not read unless judge is 1
 ):
     """Add the verdict once the process is right, then the answer's score once the verdict is (PRS eq. 14): float, NaN
-    without one."""
+    without one. Raises ValueError on scores and verdicts out of range."""
     _check_start(process, format)
     if process < 1: return float(process + format)
     if judge is None or math.isnan(judge): return math.nan
@@ -298,8 +299,9 @@ def prs_rewards(
 ):
     """Reward rollouts stage by stage (PRS eqs. 8-14): rewards (N,) float32, and their stages, a dict of (N,): process,
     format, answer, judge. Where a needed verdict is missing the reward is NaN, and so are those of the group's rollouts
-    that needed none. Raises ValueError on another form, a judge where none fits, and golds of
-    which nobody says what a word is."""
+    that needed none. Raises ValueError on another form, a judge that is missing or not wanted, verdicts that are not
+    one per trajectory, a rollout without turns, and golds of which nobody says what a word is. Raises TypeError on a
+    judge that cannot be asked."""
     if form not in ('short', 'long'): raise ValueError(f"form is 'short' or 'long', got {form!r}")
     if (form == 'long') != (judge is not None):
         raise ValueError(_NEEDS_JUDGE if judge is None else _NO_JUDGE)

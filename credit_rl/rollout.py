@@ -398,7 +398,9 @@ def rollout(
     progress=None,  # function called with the number of trajectories that just ended
     each=None,      # function called with these trajectories themselves, a list
 ):
-    "Let the agent attempt every question `group_size` times. Returns a list of `Group`, in the order of the questions."
+    """Let the agent attempt every question `group_size` times. Returns a list of `Group`, in the order of the
+    questions. Raises ValueError without questions, on group_size < 1, and on a prompt that is too long. Raises
+    ConnectionError where what is searched is gone."""
     if not questions or group_size < 1:
         raise ValueError(f'a rollout needs questions and a group size of at least 1, got {len(questions)} questions '
                          f'and {group_size}')
@@ -440,7 +442,8 @@ def continuations(
     progress=None,  # function called with the number of trajectories that just ended
 ):
     """Let the agent go on `count` times from each state: a `Group` for each, of whole trajectories whose first k turns
-    are those of the state. Raises ValueError on a turn that a trajectory does not have."""
+    are those of the state. Raises ValueError without states, on count < 1, on a turn that a trajectory does not have,
+    and in an environment of one's own. Raises ConnectionError where what is searched is gone."""
     if not states or count < 1:
         raise ValueError(f'continuations need states and a count of at least 1, got {len(states)} and {count}')
     _refuse_own(env)

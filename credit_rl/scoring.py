@@ -681,7 +681,8 @@ def answer_logps(
 ):
     """Score every gold at every state, in one packed forward per batch (TIPS sec. 3.2, IGPO eq. 3): `Scores`, without
     gradient. NaN where a state or a gold does not exist, or both together do not fit into the context.
-    Raises ValueError on states outside their rows and on a gold that fits nowhere.
+    Raises ValueError on states outside their rows, a gold that fits nowhere, an unknown method, and a model that gives
+    NaN.
 
     model: causal model
     rows: ids (R, T) long, padded on the right, and lengths (R,)

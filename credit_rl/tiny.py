@@ -414,7 +414,7 @@ def _note(thought, output, sums, coder, rng):
 # %% ../nbs/3_acting/25_tiny.ipynb #c040
 def act_coder(text, rng, coder=PERFECT_CODER, memory={}):
     """Write what `coder` says in its next segment, given everything so far; `memory` is what it knows: {question text:
-    answer}."""
+    answer}. Raises ValueError on a question that is neither chain nor calculation."""
     asked, system, thoughts, contexts, output = _read_segments(text)
     sums = re.fullmatch(r'what is (\d+) (\w+) (\d+) \?', asked)
     if output is not None: return f'<context> {_note(thoughts[-1], output, sums, coder, rng)} </context>'

@@ -37,7 +37,7 @@ def _freeze(obj, **fields):
 
 @dataclass(frozen=True)
 class Question:
-    """A question and every answer that counts as right.
+    """A question and every answer that counts as right. Raises TypeError where answers are one string.
 
     id: str, unique within its source
     text: str
@@ -60,7 +60,8 @@ class Question:
 # %% ../nbs/1_rules/00_trajectory.ipynb #c013
 @dataclass(frozen=True)
 class Turn:
-    """One stretch of model tokens and what the environment appended to it.
+    """One stretch of model tokens and what the environment appended to it. Raises ValueError unless there is one
+    log-probability an action id, and on a result that there is not.
 
     kind: 'tool' or 'answer' ('invoke', 'assimilate', 'commit' in CARL)
     action_ids: (A,) int, sampled by the model
@@ -120,7 +121,7 @@ class Trajectory:
 
 @dataclass(frozen=True)
 class Group:
-    """Several attempts at one question: the unit that is compared within.
+    """Several attempts at one question: the unit that is compared within. Raises ValueError on an attempt at another.
 
     question: Question
     trajectories: (G,) Trajectory, attempts at that question

@@ -325,7 +325,7 @@ def turn_score(
 ):
     """The geometric mean over turns of a rule's signal to noise over another one's (ours): dict with `score`, 0 of a
     rule that does not teach a turn and NaN where no turn counts, `turns` that count, `untaught` ones among these, and
-    `missing` ones, which the other rule is not seen to teach."""
+    `missing` ones, which the other rule is not seen to teach. Raises ValueError on other shapes."""
     if own.shape != base.shape or own.ndim != 2 or own.shape[1] != 2:
         raise ValueError(f'signal to noise and its lower end are wanted, (K, 2) of both rules, got {tuple(own.shape)} '
                          f'and {tuple(base.shape)}')

@@ -19,7 +19,7 @@ from .tools import returned_texts
 def check_binary(
     outcome,  # (N,)
 ):
-    "Widen outcomes to float32, refusing any but 0 and 1: (N,)."
+    "Widen outcomes to float32: (N,). Raises ValueError on any but 0 and 1."
     check_tensors(outcome=outcome)
     if outcome.ndim != 1 or not ((outcome == 0) | (outcome == 1)).all():
         raise ValueError(f'first-occurrence rewards need (N,) outcomes that are 0 or 1, got {tuple(outcome.shape)} '
@@ -156,7 +156,7 @@ def evidence_golds(
     match_short=False,  # True: keep yes, no and single characters
 ):
     """Normalise the golds whose sight is evidence; an empty list means that first occurrence says nothing about this
-    question."""
+    question. Raises TypeError where golds are one string."""
     if isinstance(golds, str):
         raise TypeError(f'golds must be a list of strings, got the string {golds!r}; write [{golds!r}]')
     found = dict.fromkeys(map(evidence_words, golds))
@@ -200,7 +200,8 @@ def first_occurrence(
     golds,              # list of str, accepted answers
     match_short=False,  # True: yes, no and single characters may match too
 ):
-    "Find the earliest turn that was returned a gold, on token borders (TSPO sec. 3.2, t*): int, or None."
+    """Find the earliest turn that was returned a gold, on token borders (TSPO sec. 3.2, t*): int, or None. Raises
+    TypeError where observations or golds are one string."""
     if isinstance(observations, str):
         raise TypeError(f'observations must be a list with one string per turn, got the string {observations[:40]!r}')
     golds = evidence_golds(golds, match_short)
@@ -263,7 +264,8 @@ def op_table(
     first_turn,   # (N,) long, -1 for none
     scored=None,  # (N,) bool, rollouts whose question has evidence golds (has_evidence); None: all
 ):
-    "Count rollouts by process and outcome, [[P+O+, P+O−], [P−O+, P−O−]]: (2, 2) long (TSPO table 1)."
+    """Count rollouts by process and outcome, [[P+O+, P+O−], [P−O+, P−O−]]: (2, 2) long (TSPO table 1). Raises
+    ValueError on outcomes other than 0 and 1, and on shapes that differ."""
     check_tensors(first_turn=first_turn, scored=scored)
     right, seen = check_binary(outcome) == 1, first_turn >= 0
     scored = torch.ones_like(right) if scored is None else scored

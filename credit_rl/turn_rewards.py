@@ -24,7 +24,7 @@ def rule_rewards(
     returned=None,        # list of S lists of str, what the tool returned in each; None: the observations
 ):
     """Pay each tool segment by rule: it ran, and a gold is in its result (TIPS appendix E.4): list of S floats.
-    Raises ValueError on lists of unequal length, TypeError on a string where a list belongs."""
+    Raises ValueError on another variant and on lists of unequal length, TypeError on a string where a list belongs."""
     if variant not in ('answer-aware', 'tool-only'):
         raise ValueError(f"variant is 'answer-aware' or 'tool-only', got {variant!r}")
     if isinstance(observations, str) or isinstance(golds, str):
@@ -70,7 +70,8 @@ def place_rewards(
     placement='last',     # 'last': on the turn's last trained token; 'distributed': evenly over its tokens
 ):
     """Put each turn's reward on its trained tokens (TIPS appendix E.4 and eq. 18): (R, T), 0 elsewhere.
-    Raises ValueError on a reward whose turn has no token, and on a turn that has tokens but no finite reward."""
+    Raises ValueError on another placement, on rows or turns out of range, on a reward whose turn has no token, and on a
+    turn that has tokens but no finite reward."""
     if placement not in ('last', 'distributed'):
         raise ValueError(f"placement is 'last' or 'distributed', got {placement!r}")
     key, mask = _turn_of_token(turn_rewards, token_turns, row_trajectory)

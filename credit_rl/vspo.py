@@ -31,7 +31,7 @@ def informative(
     eps=1e-6,  # smallest variance that counts
 ):
     """Mark the groups whose rewards vary enough to be kept, σ² >= ε (VSPO, below eq. 17): (B,) bool.
-    Raises ValueError if G < 2."""
+    Raises ValueError if G < 2, on eps < 0, and on infinite rewards."""
     if not eps >= 0: raise ValueError(f'eps is a variance, at least 0, got {eps}')
     return _moments(rewards)[1] >= eps
 

@@ -85,7 +85,8 @@ def cluster_questions(
     seed=0,
     embed=None,  # function list of str -> (B, d) array; None: TF-IDF of the words
 ):
-    "Cluster questions by k-means (CARL appendix C): list of B ints in [0, k). Raises ImportError without scikit-learn."
+    """Cluster questions by k-means (CARL appendix C): list of B ints in [0, k). Raises ImportError without
+    scikit-learn. Raises ValueError on k < 1."""
     try:
         from sklearn.cluster import KMeans
         from sklearn.feature_extraction.text import TfidfVectorizer
@@ -100,7 +101,8 @@ def draw_evenly(
     n,         # items wanted, at most B
     seed=0,
 ):
-    "Draw items round by round, one of each cluster that has any left (CARL appendix C): list of n indices."
+    """Draw items round by round, one of each cluster that has any left (CARL appendix C): list of n indices. Raises
+    ValueError unless 0 <= n <= B."""
     if not 0 <= n <= len(clusters): raise ValueError(f'wanted 0 to {len(clusters)} items, got {n}')
     rng, piles = random.Random(seed), {}
     for i, c in enumerate(clusters): piles.setdefault(c, []).append(i)
@@ -422,7 +424,7 @@ def with_prompt(
 # %% ../nbs/4_learning/54_warmup.ipynb #c055
 class Missing:
     """A retriever that misses a share of the queries: it gives those what it ranks behind the best passages, and
-    always the same ones."""
+    always the same ones. Raises ValueError on a share outside [0, 1]."""
     def __init__(self, retriever, share=0.5):
         if not 0 <= share <= 1: raise ValueError(f'a share of queries is in [0, 1], got {share}')
         self.retriever, self.share = retriever, share
