@@ -57,7 +57,7 @@ def reinforce_pp(
     if groups is None:
         out = standardize(rewards, torch.zeros_like(rewards, dtype=torch.long), there, ddof, eps)
     else:
-        centered = group_normalize(widen(rewards), groups, scale=False)
+        centered = group_normalize(widen(rewards), groups, scale=False, ddof=ddof)
         std = ((centered ** 2).sum() / (there.sum() - ddof)).sqrt()
         out = torch.where(centered != 0, centered / (std + eps), 0.0)
     return cast_like(out, rewards)

@@ -324,8 +324,8 @@ def check_tokens(
     """Refuse questions whose golds are all of scripts without blanks, where nobody says what a word of them is: BLEU
     and F1 would be 0 for all that is not the very same string. Raises ValueError."""
     silent = lambda q: 'tokens' not in q.meta and all(map(is_blankless, q.answers))
-    if questions and all(map(silent, questions)):
-        raise ValueError(f'the golds, such as {questions[0].answers[0]!r:.40}, put no blanks between words, so that one is '
+    if (asked := [q for q in questions if q.answers]) and all(map(silent, asked)):
+        raise ValueError(f'the golds, such as {asked[0].answers[0]!r:.40}, put no blanks between words, so that one is '
                          "right or 0: say tokens='characters', or tokens='words' to compare them whole")
 
 # %% ../nbs/2_environment/11_metrics.ipynb #c054

@@ -19,7 +19,7 @@ from .tools import returned_texts
 def check_binary(
     outcome,  # (N,)
 ):
-    "Widen outcomes to float32: (N,). Raises ValueError on any but 0 and 1."
+    "Widen outcomes to float32 at least: (N,). Raises ValueError on any but 0 and 1."
     check_tensors(outcome=outcome)
     if outcome.ndim != 1 or not ((outcome == 0) | (outcome == 1)).all():
         raise ValueError(f'first-occurrence rewards need (N,) outcomes that are 0 or 1, got {tuple(outcome.shape)} '

@@ -187,6 +187,7 @@ def test_half_measured_trajectories_infinities_and_lone_groups_are_refused():
             lambda: mt_grpo_star(full, full[0], holes, pair), lambda: mt_grpo(full[0], full[0], holes, pair),
             lambda: folr_rewards(full[0], pair, holes))
     refused('trajectory', lambda: at_last_turn(torch.ones(3), both))
+    refused('ddof', *(lambda g=g: reinforce_pp(full[0], g, ddof=3) for g in (None, pair)))
     refused('bool', lambda: group_normalize(half, pair, torch.ones(2, 2)))
 
 
