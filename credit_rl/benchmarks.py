@@ -7,7 +7,7 @@ __all__ = ['BENCHMARKS', 'CANARY', 'PAIRS', 'RowForm', 'Benchmark', 'register', 
            'read_question', 'encrypt', 'decrypt', 'with_columns', 'in_parts', 'is_question_row', 'read_passages']
 
 # %% ../nbs/2_environment/09_benchmarks.ipynb #c003
-import base64, bisect, difflib, hashlib, math, re
+import ast, base64, bisect, contextlib, difflib, hashlib, math, re
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from .readers import (RowError, describe_row, has_field, is_rows_file, join_sentences, read_answers,
@@ -64,11 +64,13 @@ def register(benchmark):
     BENCHMARKS[b.name] = b
 
 # %% ../nbs/2_environment/09_benchmarks.ipynb #c035
+def _key(name): return re.sub(r'[\W_]', '', str(name).lower())
+
 def find_benchmark(name):
     """Look up a benchmark by its name or an alias, None if there is none; case, blanks, - and _ do not matter. A file
     of questions is one by its own name. Raises ValueError on a file that is called as a known set."""
     if is_rows_file(name): return _own_set(name)
-    key = re.sub('[^a-z0-9]', '', str(name).lower())
+    key = _key(name)
     known = BENCHMARKS.get(key) or next((b for b in BENCHMARKS.values() if key in b.aliases), None)
     return known or _OF_FILES.get(key)
 
@@ -76,7 +78,7 @@ def get_benchmark(name):
     """Look up a benchmark by its name or an alias; case, blanks, - and _ do not matter. Raises ValueError with
     the nearest name."""
     if bench := find_benchmark(name): return bench
-    near = difflib.get_close_matches(re.sub('[^a-z0-9]', '', str(name).lower()), BENCHMARKS, n=1, cutoff=0.4)
+    near = difflib.get_close_matches(_key(name), BENCHMARKS, n=1, cutoff=0.4)
     hint = f'; did you mean {near[0]!r}?' if near else '.'
     raise ValueError(f'no data set {name!r}{hint} Known: {", ".join(sorted(BENCHMARKS))}')
 
@@ -481,13 +483,24 @@ _OF_FILES[PAIRS.name] = PAIRS
 
 # %% ../nbs/2_environment/09_benchmarks.ipynb #own92
 def _own_golds(value, name):
-    "Read the golds of a row of one's own: a text, a number, a list of these, or such a list as JSON in a text."
+    """Read the golds of a row of one's own: a text, a number, a list of these, or such a list as JSON or Python in a
+    text. Raises RowError where there is none."""
     if isinstance(value, str) and value.lstrip()[:1] == '[':
         try: value = read_line(value)
-        except RowError: pass                                                     # a text that begins with a bracket
-    values = value if isinstance(value, (list, tuple)) else [value]
-    written = lambda v: str(v) if isinstance(v, (int, float)) and not isinstance(v, bool) else v
-    return read_answers([written(v) for v in values], name)
+        except RowError: value = _python_list(value, name)
+    def written(v):
+        if isinstance(v, bool): raise RowError(name, f'is {v}: write the answer in words, such as yes')
+        if isinstance(v, float) and v != v: raise RowError(name, 'is NaN, which is no answer')
+        return f'{v:.0f}' if isinstance(v, float) and v.is_integer() else str(v) if isinstance(v, (int, float)) else v
+    return read_answers([written(v) for v in (value if isinstance(value, (list, tuple)) else [value])], name)
+
+def _python_list(text, name):
+    """A list that was written by Python's `str`, as pandas does in CSV; other texts as they are. Raises RowError on an
+    array that was written so, whose strings no commas part."""
+    if not re.fullmatch(r'\s*\[\s*(["\']).*["\']\s*\]\s*', text, re.S): return text
+    if not re.search(r'(["\'])\s+["\']', text):
+        with contextlib.suppress(SyntaxError, ValueError): return ast.literal_eval(text.strip())
+    raise RowError(name, f'is {text!r:.60}, a list neither of JSON nor of Python: write it as JSON')
 
 def _own_form(question, answers):
     "The `RowForm` of a file of one's own whose questions and answers are in the fields given."
@@ -501,10 +514,12 @@ def _own_form(question, answers):
 def _own_meta(row):
     "Read hops, type and split of a row of one's own. Raises RowError on a split that is none."
     if not isinstance(row, dict): return {}
-    out = {'hops': int(row['hops'])} if str(row.get('hops') or '').isdigit() else {}
+    hops = row.get('hops')
+    whole = str(hops).isdecimal() or isinstance(hops, float) and hops.is_integer()       # pandas makes floats of them
+    out = {'hops': int(hops)} if hops and whole else {}
     if row.get('type'): out['type'] = str(row['type'])
     if has_field(row, 'split') and row['split'] != '':
-        split = {'validation': 'dev', 'valid': 'dev', 'val': 'dev'}.get(row['split'], row['split'])
+        split = {'validation': 'dev', 'valid': 'dev', 'val': 'dev'}.get(str(row['split']), row['split'])
         if split not in SPLITS: raise RowError('split', f'is {row["split"]!r:.60}, wanted train, dev or test')
         out['split'] = split
     return out
@@ -513,7 +528,7 @@ def _own_meta(row):
 def _own_set(file):
     "The `Benchmark` of a file of one's own. Raises ValueError where a known set has its name."
     name = re.sub(r'[^\w-]+', '-', Path(file).name.partition('.')[0]) or 'questions'
-    key = re.sub('[^a-z0-9]', '', name.lower())
+    key = _key(name)
     if known := BENCHMARKS.get(key) or next((b for b in BENCHMARKS.values() if key in b.aliases), None):
         raise ValueError(f'data={file}: there is a data set {known.name!r}. If these are its questions, give '
                          f'data={known.name} path={file}; if not, give the file another name')

@@ -14,8 +14,8 @@ from pathlib import Path
 from .benchmarks import (find_benchmark, get_benchmark, in_parts, is_question_row, read_passages,
                                   read_question, with_columns)
 from .parameters import error_line, make_parser
-from .readers import (Cutting, LoadedRows, Passage, RowError, collect_rows, document_files, read_documents,
-                               read_rows)
+from .readers import (Cutting, LoadedRows, Passage, RowError, collect_rows, document_files, is_rows_file,
+                               read_documents, read_rows)
 from .runlog import file_hash
 from .world import SPLITS
 
@@ -203,10 +203,11 @@ def load_questions(
     bench, seen, others = with_columns(get_benchmark(name), columns), Counter(), Counter()
     if bench.file and path is not None:
         raise ValueError(f'data={name} is a file already: leave out path={path}')
+    own = bool(bench.file)
     def parse(row):
-        source = row.get('data_source') if isinstance(row, dict) else None
-        other = find_benchmark(source.rpartition('/')[2]) if isinstance(source, str) else None
-        if other and other is not bench:                     # the row says that it is of another known set
+        source = row.get('data_source') if isinstance(row, dict) and not own else None
+        other = find_benchmark(source.rpartition('/')[2]) if isinstance(source, str) and not is_rows_file(source) else None
+        if other and not other.file and other is not bench:                     # the row says that it is of another known set
             others[other.name] += 1
             return None
         question, given = read_question(bench, row)
@@ -217,7 +218,6 @@ def load_questions(
             raise RowError('id', f'{question.id!r} stands twice; ids tell questions apart in groups, splits and '
                                  'manifests')
         return question if n == 1 else replace(question, id=f'{question.id}-{n}')    # the same question and golds again
-    own = bool(bench.file)
     headers = tuple(c for c in (columns or {}).values() if isinstance(c, str))
     out = collect_rows(_question_rows(bench, path, None if own else split, headers), parse, on_error)
     if own: return _own_part(out, bench, None if split == 'all' else _split(split))

@@ -2,6 +2,7 @@
 import csv
 import io
 import json
+import math
 
 import pytest
 from hypothesis import given, strategies as st
@@ -129,3 +130,28 @@ def test_an_id_that_is_not_a_number_is_none(tmp_path):
     rows = '{"id": NaN, "_id": 3, "text": "a"}', '{"id": NaN, "text": "b"}', '{"id": NaN, "text": "c"}'
     (tmp_path / 'a.jsonl').write_text('\n'.join(rows))
     assert [p.id for p in load_corpus('nq', tmp_path / 'a.jsonl')] == ['3', '1', '2']
+
+
+def test_golds_of_ones_own_are_read_as_they_were_meant(tmp_path):
+    "A list that pandas wrote, whole numbers that it made floats; what is no answer is refused."
+    def golds(answer, **more):
+        (path := tmp_path / 'mine.jsonl').write_text(json.dumps({'question': 'Who?', 'answer': answer, **more}))
+        return load_questions(str(path))[0]
+    for written, meant in (("['Paris', 'it\\'s']", ['Paris', "it's"]), (1969., ['1969']), ([2., 1.5], ['2', '1.5']),
+                           ('[sic] x', ['[sic] x'])):
+        assert list(golds(written).answers) == meant
+    assert golds('a', hops=2.).meta['hops'] == 2 and not golds('a', hops='²').meta
+    for written in ("['Paris' 'Lutetia']", math.nan, [math.nan, 'b'], True):
+        with pytest.raises(RowError, match='answer'): golds(written)
+
+
+def test_rows_of_ones_own_stay_whatever_they_say_of_their_source(tmp_path, monkeypatch):
+    "A known set's name in them drops none; neither does a file of one's own, loaded before, drop those of a known set."
+    monkeypatch.chdir(tmp_path)
+    rows = [json.dumps({'question': f'{i}?', 'answer': 'a', 'data_source': of}) for i, of in enumerate(('nq', 'web', '問'))]
+    for name in ('web.jsonl', '問.jsonl'): (tmp_path / name).write_text('\n'.join(rows))
+    assert len(load_questions('web.jsonl')) == len(load_questions('問.jsonl')) == 3
+    verl = {'prompt': [{'role': 'user', 'content': 'Who?'}], 'reward_model': {'ground_truth': {'target': ['a']}}}
+    (tmp_path / 'nq_dev.jsonl').write_text('\n'.join(json.dumps({**verl, 'data_source': of, 'id': of}) for of in ('nq', 'web', 'popqa')))
+    assert len(load_questions('nq', 'nq_dev.jsonl')) == 2                                   # PopQA's row is of another set
+    with pytest.raises(ValueError, match='no data set'): get_benchmark('日本')
