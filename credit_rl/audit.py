@@ -88,7 +88,7 @@ def turn_kinds(
 
 def squares_by_kind(truth, kinds):
     "Σ A², less its noise, by question and kind of turn: (B, len(KINDS))."
-    clear = torch.where(truth.turn_mask, truth.credit() ** 2 - truth.noise(), 0.)
+    clear = torch.where(truth.turn_mask, truth.credit() ** 2 - truth.noise(), 0.).nan_to_num()    # of what was measured
     where = torch.nn.functional.one_hot(kinds.clamp(min=0), len(KINDS)) * truth.turn_mask[..., None]
     rows = (clear[..., None] * where).sum(1)
     return torch.zeros(len(truth.groups), len(KINDS)).index_add(0, truth.owner, rows)
@@ -504,7 +504,8 @@ def run_audit(
         share = [mean for mean, _, _ in _credit_shares(squares)]
         sight = {'in_question': gold_in_question([g.question for g in truth.groups]),
                  'by_chance': chance_occurrence(truth.groups)}
-        least, most = truth.played.min().item(), truth.played.max().item()
+        earned = truth.played[truth.played.isfinite()]
+        least, most = (earned.min().item(), earned.max().item()) if len(earned) else (math.nan, math.nan)
         told = (_findings(table, squares), saving_says(more['saving'].values())) if most > least else (
             f'All {truth.played.numel():,} continuations earned {least:g}, so no turn has any credit: audit a model that is right '
             'sometimes, as after demonstrations (credit-rl demos, credit-rl sft), or ask easier questions.',)

@@ -104,7 +104,7 @@ def _write_table(path, rows):
     columns = {name: [row.get(name) for row in rows] for name in dict.fromkeys(name for row in rows for name in row)}
     for name, values in columns.items():
         try: columns[name] = pyarrow.array(values)
-        except (pyarrow.ArrowInvalid, pyarrow.ArrowTypeError):
+        except (pyarrow.ArrowInvalid, pyarrow.ArrowTypeError, OverflowError):
             columns[name] = pyarrow.array([value if value is None else json.dumps(value) for value in values])
     write = lambda part: parquet.write_table(pyarrow.table(columns), part, compression='zstd', compression_level=19)
     atomic_write(path, write)
@@ -120,7 +120,9 @@ def pack_runs(
     folders = sorted({folder for name in PACKED for folder in stored_folders(study, f'**/{name}')})
     live = [folder for folder in folders if any((folder/name).exists() for name in PACKED)]
     for folder in live:
-        if packed_run(folder): raise ValueError(f'{folder} is in a table of its study already: rename one of the two')
+        if there := packed_run(folder):
+            if all(not (folder/n).exists() or (folder/n).read_text('utf-8') == there.get(n) for n in PACKED): continue
+            raise ValueError(f'{folder} is in a table of its study already: rename one of the two')
         if (folder/'params.yaml').exists() and not (folder/'summary.json').exists():
             raise ValueError(f'{folder} has not finished: resume it, or move it away')
         if remove and (kept := [name for name in ('checkpoints', 'turns.jsonl.gz') if (folder/name).exists()]):
@@ -252,7 +254,7 @@ def curve_panels(
     last = {m: of.groupby('x').y.mean().iloc[-1] for m, of in found.groupby('method')}
     order = sorted((m for m in methods if m != baseline), key=last.get, reverse=True)
     grey = found[found.method == baseline].groupby('x').y.mean()
-    rows = -(-len(order) // columns)
+    rows = max(1, -(-len(order) // columns))
     with sns.axes_style('ticks'):
         fig, axes = plt.subplots(rows, columns, figsize=(2.1 * columns, 1.5 * rows + .6), sharex=True, sharey=True,
                                  squeeze=False, layout='constrained')
@@ -321,7 +323,7 @@ def _summaries_of(folders, metric=None):
     "Summaries of the finished runs: {method: {seed: summary}}. Raises where the runs were asked different questions."
     out, asked = {}, {}
     for folder, label, params, summary in each_run(folders):
-        if summary is None: continue
+        if summary is None or 'final' not in summary: continue            # not finished, or a warm-up
         runs = out.setdefault(label, {})
         if params['seed'] in runs:
             raise ValueError(f'two runs are {label} with seed {params["seed"]}; give one of them')
@@ -392,7 +394,8 @@ def setting_differences(folders):  # as in find_runs
     """Settings that are not the same in all runs, besides those that a comparison varies: pandas DataFrame, empty if
     there are none."""
     import pandas as pd
-    params = {folder.name: own for folder, _, own, _ in each_run(folders)}
+    params = {str(folder): own for folder, _, own, _ in each_run(folders)}
+    if len(short := {Path(f).name: own for f, own in params.items()}) == len(params): params = short
     names = [n for n in dict.fromkeys(n for p in params.values() for n in p) if n not in _OWN]
     differ = [n for n in names if len({str(p.get(n)) for p in params.values()}) > 1]
     return pd.DataFrame({n: {run: p.get(n) for run, p in params.items()} for n in differ})
@@ -509,7 +512,7 @@ def effort_table(
     runs, rows = load_runs(folders), {}
     for method, of in runs.groupby('method', sort=False):
         steps, seeds = of[of.step > 0], of.groupby('seed')
-        reached = of[of.dev_em >= level].groupby('seed').step.min()
+        reached = (of[of.dev_em >= level] if 'dev_em' in of else of[:0]).groupby('seed').step.min()
         mean = lambda name: steps.groupby('seed')[name].mean().mean() if name in steps else math.nan
         rows[method] = {'seeds': len(seeds), 'rollouts': seeds.trajectories_seen.max().mean(),
                         f'steps to {level:.0%}': reached.mean(), 'reached by': f'{len(reached)} of {len(seeds)}',
@@ -752,16 +755,19 @@ def _compare(given, params, say):
 
 def _tell_runs(folders, say):
     "Compare runs that are there: what each reached, settings that differ, and each on the first's test questions."
+    from credit_rl.step_metrics import marked_pairs
     runs = {str(f): (own, summary) for f, _, own, summary in each_run(folders if len(folders) > 1 else folders[0])}
     if left := [name for name, (_, summary) in runs.items() if summary is None]:
         raise ValueError(f'{", ".join(left)}: not finished; its command with resume=true goes on with it')
+    if left := [name for name, (_, summary) in runs.items() if 'final_em' not in summary]:
+        raise ValueError(f'{", ".join(left)}: nothing was learned there that could be compared; give runs of train or sft')
     for name, (own, s) in runs.items():
         by, before, after = 'exact match', s['base_em'], s['final_em']
         if 'reward' in s['final']: by, before, after = 'reward', s['base']['reward'], s['final']['reward']
         say(f'{name}: {own["method"]}, {by} {before:.3f} → {after:.3f}, {s["seconds"] / 60:.1f} min')
     (first, (asked, base)), *others = runs.items()
     same = lambda own: all(own.get(n) == asked.get(n) for n in ('data', 'path', 'world', 'regime', 'seed', 'test_questions'))
-    gains = {f'{name} − {first}': [int(a) - int(b) for a, b in zip(summary['final_right'], base['final_right'])]
+    gains = {f'{name} − {first}': [a - b for a, b in marked_pairs(summary['final_right'], base['final_right'])]
              for name, (own, summary) in others if same(own)}
     if gains: say(f'right answers on the same test questions:\n{paired(gains).round(3).to_string()}')
     if len(differ := setting_differences(folders)): say(f'settings that differ:\n{differ.T.to_string()}')

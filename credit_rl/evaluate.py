@@ -59,11 +59,11 @@ def by_set(
     groups,  # list of Group, N trajectories in all
     values,  # N numbers, one for each trajectory
 ):
-    """Average values by the data set that the questions are of: dict, {} where all are of one. Raises ValueError on
-    another number of values."""
+    """Average the values that are known by the data set that the questions are of: dict, {} where all are of one. Raises
+    ValueError on another number of values."""
     found, sources = {}, [g.question.source for g in groups for _ in g.trajectories]
     for source, value in zip(sources, values, strict=True): found.setdefault(source, []).append(value)
-    return {s: sum(v) / len(v) for s, v in sorted(found.items())} if len(found) > 1 else {}
+    return {s: float(np.nanmean(v)) for s, v in sorted(found.items())} if len(found) > 1 else {}
 
 def summarize(groups):
     """Average `measure` over all trajectories, the exact match by number of hops where questions tell it (keys '1',

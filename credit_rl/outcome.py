@@ -71,7 +71,6 @@ def outcome_of(
 ):
     """Score a rollout's answer against its question's golds: float, 0 without an answer. Raises ValueError on an
     unknown metric, and on a source that has none."""
-    if isinstance(metric, Earned): return metric(trajectory)
     question = trajectory.question
     known = f'metric is one of {sorted(METRICS)} or a function (prediction, golds) → float'
     if isinstance(metric, dict):
@@ -79,6 +78,7 @@ def outcome_of(
             raise ValueError(f'{known}, or a dict of them by source; question {question.id!r} is of '
                              f'{question.source!r}, the dict has {sorted(metric)}')
         metric = metric[question.source]
+    if isinstance(metric, Earned): return metric(trajectory)
     if not callable(metric) and metric not in METRICS: raise ValueError(f'{known}, got {metric!r}')
     score = metric if callable(metric) else METRICS[metric]
     return 0. if trajectory.answer is None else float(score_answer(score, question, trajectory.answer))

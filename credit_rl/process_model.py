@@ -81,7 +81,8 @@ class ClassifierScorer(_Scorer):
         self.position = _position(label, [str(config.id2label[i]) for i in range(config.num_labels)])
         self.device = torch.device(device or ('cuda' if torch.cuda.is_available() else 'cpu'))
         self.model.to(self.device).eval()
-        self.max_tokens = max_tokens or min(4096, getattr(config, 'max_position_embeddings', 4096))
+        known = getattr(config, 'max_position_embeddings', 4096), self.tokenizer.model_max_length
+        self.max_tokens = max_tokens or min(4096, *known)
         if self.tokenizer.pad_token is None: self.tokenizer.pad_token = self.tokenizer.eos_token
         config.pad_token_id = self.tokenizer.pad_token_id
         self.batch = batch if self.tokenizer.pad_token is not None else 1

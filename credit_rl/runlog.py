@@ -428,7 +428,8 @@ def _study_at(path, changed):  # of runs.parquet; its time, which makes a table 
     if not path.with_name('steps.parquet').exists(): return rows
     steps = parquet.read_table(path.with_name('steps.parquet'))
     for name, of in itertools.groupby(steps['folder'].to_pylist()):
-        rows[name]['steps'] = steps.slice(first, count := len([*of])).drop_columns('folder')
+        count = len([*of])
+        if name in rows: rows[name]['steps'] = steps.slice(first, count).drop_columns('folder')    # or packing was ended
         first += count
     return rows
 

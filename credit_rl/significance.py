@@ -17,8 +17,9 @@ def mean_interval(
     from scipy.stats import ttest_1samp
     mean = sum(differences) / len(differences)
     if len(differences) < 2: return mean, math.nan, math.nan, math.nan
-    if min(differences) == max(differences) == 0: return 0., 0., 0., 1.                # the same thing was done twice
-    if min(differences) == max(differences): return mean, math.nan, math.nan, math.nan
+    least, most = min(differences), max(differences)
+    if least == most == 0: return 0., 0., 0., 1.                                       # the same thing was done twice
+    if most - least <= 1e-9 * max(abs(least), abs(most)): return mean, math.nan, math.nan, math.nan
     test = ttest_1samp([float(d) for d in differences], 0.)
     return mean, *map(float, test.confidence_interval(.95)), float(test.pvalue)
 
@@ -81,7 +82,7 @@ def paired(
     rows = {}
     for name, d in differences.items():
         mean, low, high, p = mean_interval(d)
-        spread = torch.tensor(d).double().std().item() if len(d) > 1 else math.nan
+        spread = torch.tensor(d, dtype=torch.float64).std().item() if len(d) > 1 else math.nan
         rows[name] = {'n': len(d), 'difference': mean, 'low': low, 'high': high, 'p': p,
                       'detectable': detectable(spread, len(d), .05 / len(differences)),
                       'better in': f'{sum(x > 0 for x in d)} of {len(d)}'}
@@ -112,8 +113,9 @@ def jackknife(
     "A value and its 95 % interval by the jackknife: (value, low, high), NaN where one value is not known."
     from scipy.stats import t
     value, b = values[0].item(), len(values) - 1
-    variance = (b - 1) / b * (values[1:] - values[1:].mean()).pow(2).sum() - pairs
-    z, error = float(t.ppf(.975, b - 1)), variance.clamp(min=0).sqrt().item()
+    twice = (b - 1) / b * (values[1:] - values[1:].mean()).pow(2).sum()
+    variance = torch.maximum(twice - pairs, twice / 2)                 # all of it from pairs: half is what remains
+    z, error = float(t.ppf(.975, b - 1)), variance.sqrt().item()
     if ends is None or not math.isfinite(error): return value, value - z * error, value + z * error
     least, width = ends[0], ends[1] - ends[0]
     share = min(1., max(0., (value - least) / width))

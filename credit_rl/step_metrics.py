@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['IDLE', 'tier_rates', 'known_tiers', 'taught_tiers', 'note_shares', 'describe_rollouts', 'reencoding_drift',
            'mean_drift', 'credit_metrics', 'credited_tokens', 'kl_from_base', 'rollout_rows', 'is_kept', 'score_groups',
-           'dev_metrics', 'base_report', 'base_lines', 'idle_line', 'has_collapsed', 'right_marks', 'paired_line',
-           'is_shown', 'step_line', 'final_lines', 'log_lines', 'over_line']
+           'dev_metrics', 'base_report', 'base_lines', 'idle_line', 'has_collapsed', 'right_marks', 'marked_pairs',
+           'paired_line', 'is_shown', 'step_line', 'final_lines', 'log_lines', 'over_line']
 
 # %% ../nbs/5_run/57_step_metrics.ipynb #m5703
 import math
@@ -147,9 +147,9 @@ def credit_metrics(
     "Metrics of a step's credit, and of what was seen for it: dict."
     layout, rewards, seen, credit = batch.layout, batch.rewards, batch.seen, batch.credit
     moved = layout.row_trajectory[_find_credited(credit).any(1)].unique()
-    heard, size = layout.groups[moved].unique(), int((layout.groups == layout.groups[0]).sum())
+    heard = layout.groups[moved].unique()
     out = {'zero_advantage': 1 - len(moved) / len(batch.text['outcome']),
-           'zero_groups': 1 - len(heard) * size / len(batch.text['outcome']),
+           'zero_groups': 1 - len(heard) / len(layout.groups.unique()),
            'surprisal': -layout.logps[layout.trained].mean().item()}
     if seen and seen.entropy is not None: out['entropy'] = seen.entropy[layout.trained].mean().item()
     if seen and seen.gold_logp is not None: out |= gold_statistics(seen, layout)
@@ -158,7 +158,7 @@ def credit_metrics(
     if scored: out['missing_states'] = sum(int((x[:, :-1].isnan().all(-1) & layout.turn_mask).sum()) for x in scored)
     if scored: out |= belief_check(seen, layout, batch.groups)
     if seen and seen.values is not None:
-        valued = critic.where(layout.token_turns)
+        valued = critic.where(layout.token_turns) & ~rewards['outcome'].isnan()[layout.row_trajectory, None]
         out['explained_variance'] = explained_variance(seen.values[valued], credit.returns[valued])
         out['explained_outcome'] = _explained_outcome(seen.values, rewards['outcome'], layout)
     if segments: out |= segment_statistics(batch.groups, layout, seen.values if seen else None)
@@ -246,7 +246,7 @@ def score_groups(
     if metric in ('em', exact_match): return scores
     right = outcome_rewards(groups, metric).double()
     parts = {f'right_{name}': share for name, share in by_set(groups, right.tolist()).items()}
-    return scores | {'right': right.mean().item(), **parts}
+    return scores | {'right': right.nanmean().item(), **parts}
 
 def dev_metrics(
     scores,  # dict, from score_groups
@@ -323,18 +323,24 @@ def right_marks(
     groups,
     right=1.,  # outcome by a reward of one's own, where there is one, from which on an answer is right
 ):
-    "Which questions were answered right, in their order, by exact match or such a reward: str of 0 and 1."
-    mark = lambda t: exact_match(t.answer, list(t.question.answers)) if t.earned is None else t.earned >= right
-    return ''.join(str(int(mark(g.trajectories[0]))) for g in groups)
+    "Which questions were answered right, in their order, by exact match or such a reward: str of 0 and 1, - if unknown."
+    def mark(t):
+        if t.earned is None: return str(int(exact_match(t.answer, list(t.question.answers))))
+        return '-' if math.isnan(t.earned) else str(int(t.earned >= right))
+    return ''.join(mark(g.trajectories[0]) for g in groups)
+
+def marked_pairs(before, after):
+    "The marks of questions that are known both times: pairs of int."
+    return [(int(b), int(a)) for b, a in zip(before, after) if '-' not in b + a]
 
 def paired_line(summary):
     """How far the final policy is from its base on the same test questions, with an interval of 95 % (bootstrap over
     questions): a line; '' where it was not kept."""
-    before, after = summary.get('base_right', ''), summary.get('final_right', '')
-    gains = [int(b) - int(a) for a, b in zip(before, after)]
+    pairs = marked_pairs(summary.get('base_right', ''), summary.get('final_right', ''))
+    gains, both = [after - before for before, after in pairs], [*zip(*pairs)]
     if len(gains) < 2: return ''
-    (low, high), scores = bootstrap_interval(gains), [bootstrap_interval([*map(int, x)]) for x in (before, after)]
-    shown = [f'{sum(map(int, x)) / len(x):.3f} [{a:.3f}, {b:.3f}]' for x, (a, b) in zip((before, after), scores)]
+    (low, high), scores = bootstrap_interval(gains), [bootstrap_interval(x) for x in both]
+    shown = [f'{sum(x) / len(x):.3f} [{a:.3f}, {b:.3f}]' for x, (a, b) in zip(both, scores)]
     return (f'{"right" if "reward" in summary.get("final", ()) else "EM"} {shown[0]} before, {shown[1]} after; difference {sum(gains) / len(gains):+.3f} [{low:+.3f}, '
             f'{high:+.3f}] on the same {len(gains)} questions (95 % intervals)')
 

@@ -111,7 +111,7 @@ def selective_advantages(
     by_turn = turn_normalize(rewards, turn_mask, groups, ddof=ddof, eps=eps, least=least)
     by_outcome = torch.where(turn_mask, group_normalize(outcome, groups, ddof=ddof, eps=eps, least=least)[:, None], 0.0)
     index = check_groups(groups, len(right))
-    hits = right.new_zeros(int(index.max()) + 1).index_add(0, index, right)[index]
+    hits = right.new_zeros(int(index.max()) + 1).index_add(0, index, right.nan_to_num())[index]     # a missing one is none
     turnwise = {'none': torch.zeros_like(hits), 'all': torch.ones_like(hits), 'all-wrong': hits == 0}[strategy]
     return torch.where(turnwise[:, None].bool(), by_turn, by_outcome)
 

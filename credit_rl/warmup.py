@@ -40,7 +40,7 @@ def tiers(
 ):
     """Sort questions by what the policy knows without tools (CARL appendix C): (B,) long, 2 if any rollout is right,
     else 1."""
-    right = [outcome_rewards([g], metric).max() == 1 for g in groups]
+    right = [(outcome_rewards([g], metric) == 1).any() for g in groups]
     return torch.tensor([2 if r else 1 for r in right])
 
 # %% ../nbs/4_learning/54_warmup.ipynb #pl54b
@@ -186,13 +186,13 @@ def make_pairs(
     buckets,      # (B,) long, bucket of each group
     metric='em',  # outcome, see outcome_rewards
 ):
-    """Collect the states before all segments with their rollouts' outcomes (CARL section 3.3): `Pairs`. Raises
-    ValueError unless there is one bucket a group."""
+    """Collect the states before all segments with their rollouts' outcomes, where these are known (CARL section 3.3):
+    `Pairs`. Raises ValueError unless there is one bucket a group."""
     if len(buckets) != len(groups):
         raise ValueError(f'wanted a bucket for each of {len(groups)} groups, got {len(buckets)}')
     layout, outcome = pack(groups), outcome_rewards(groups, metric)
     starts = segment_starts(layout.token_turns, layout.row_trajectory, layout.turn_mask)
-    n, k = (starts[..., 0] >= 0).nonzero(as_tuple=True)
+    n, k = ((starts[..., 0] >= 0) & outcome.isfinite()[:, None]).nonzero(as_tuple=True)
     places = [(row, position, turn) for (row, position), turn in zip(starts[n, k].tolist(), k.tolist())]
     contexts = [layout.ids[row, :position + 1].tolist() for row, position, _ in places]
     written = [layout.ids[row, layout.token_turns[row] == turn].tolist() for row, _, turn in places]
@@ -233,7 +233,7 @@ def sign_pairs(
     played = [t for g in groups for t in g.trajectories]
     out = [[values[i, k + 1].item() - values[i, k].item(), float(kept)]
            for i, t in enumerate(played)
-           for k, kept in gold_shown(t)]
+           for k, kept in gold_shown(t) if values[i, k:k + 2].isfinite().all()]
     return torch.tensor(out, dtype=torch.float64).reshape(-1, 2)
 
 # %% ../nbs/4_learning/54_warmup.ipynb #c034
@@ -632,7 +632,8 @@ class Examination:
     ):
         self.data, self.metric, self.row_tokens, self.ranks = data, metric, row_tokens, ranks
         self.prompts = env.chat.prompt_ids([q.text for q in data.questions])
-        self.pairs, self.turn_mask = make_pairs(data.groups, data.buckets, metric), index_groups(data.groups)[0]
+        known = outcome_rewards(data.groups, metric).isfinite()[:, None]
+        self.pairs, self.turn_mask = make_pairs(data.groups, data.buckets, metric), index_groups(data.groups)[0] & known
         self.forced = [i for i, p in enumerate(data.prompts) if p == 'forced']
 
     @torch.no_grad()
