@@ -328,9 +328,9 @@ def find_own_files(
              and not any(part.startswith('.') for part in within(p))]
     models = [p.parent for p in files if p.name == 'config.json']
     files = [p for p in files if not any(place in p.parents for place in models)]
-    tables = [p for p in files if Path(p.name.removesuffix('.gz')).suffix.lower() in _TABLES]
+    tables = [p for p in files if Path(p.name.lower().removesuffix('.gz')).suffix in _TABLES]
     passages = [p for p in tables if p.name.startswith(('corpus.', 'passages.'))]
-    documents = [p for p in document_files(folder)[0] if p in files]
+    documents = {*files}.intersection(document_files(folder)[0])
     top = Path(os.path.commonpath([p.parent for p in documents])) if documents else None
     found = {'data': [p for p in tables if p not in passages], 'corpus': passages + ([top] if documents else []),
              'model': models}

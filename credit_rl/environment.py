@@ -16,7 +16,7 @@ from .datasets import load_corpus
 from .dense import DenseSearch
 from .metrics import TOKENS
 from .models import read_template
-from .options import MOVED, SettingsGroup, dotted, flat, flat_options, options_in, read_options, setting
+from .options import MOVED, SettingsGroup, dotted, flat, flat_options, options_in, plain, read_options, setting
 from .parameters import spell
 from .prompting import BASELINES, DIRECT
 from .protocol import (ANSWER_STOPS, CALL_STOPS, PROTOCOLS, WORDS, check_tokenizer, get_protocol, reword,
@@ -112,7 +112,7 @@ def open_search(
 ):
     """Open what a set is searched in: (has search(queries, k), what to say about its passages, about itself). Raises
     ValueError naming the set, ConnectionError where a search server does not answer."""
-    bench, opened = get_benchmark(name), {} if opened is None else opened
+    bench, corpus, opened = get_benchmark(name), plain(corpus), {} if opened is None else opened
     served = bool(corpus) and corpus.startswith(('http://', 'https://'))
     if not (corpus or bench.paragraphs or bench.folder or path and Path(path).is_dir()):
         raise ValueError(f'{name} brings no passages: give them as corpus (a file, a folder of documents, what '

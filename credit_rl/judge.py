@@ -10,7 +10,7 @@ __all__ = ['JUDGE_LOGS', 'Replies', 'Judge', 'read_key', 'check_judge', 'check_s
 import functools, hashlib, inspect, json, os, re, time, urllib.parse
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from .options import nearest
+from .options import nearest, plain
 from .tools import within
 
 # %% ../nbs/2_environment/18_judge.ipynb #c036
@@ -151,7 +151,7 @@ def read_key(
 ):
     "The key that a judge's server wants. Raises ValueError where there is none."
     if source is None: return 'none'
-    if os.environ.get(source): return os.environ[source]
+    if key := os.environ.get(str(source)): return key
     from credit_rl.runlog import read_text        # here: rewards are known where there is torch alone
     try: key = read_text(source).strip()
     except OSError:
@@ -194,7 +194,7 @@ def make_judge(
     settings,  # dict of Judge's arguments (base_url, model, …) with key_from for its key, an object with ask(prompts,
 ):             # parse), or None
     "The judge that options name; the same settings give the same judge, so that its counts are those of the whole run."
-    return _judge_at(json.dumps(settings, sort_keys=True)) if isinstance(settings, dict) else settings
+    return _judge_at(json.dumps(plain(settings), sort_keys=True)) if isinstance(settings, dict) else settings
 
 @functools.cache
 def _judge_at(settings):

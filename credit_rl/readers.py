@@ -108,7 +108,7 @@ def _progress(items, name, size=0, total=None):
 
 def _open(path, newline=''):
     "Open a text file, gzipped or not. One that inflates without bound raises ValueError (`BoundedGzip`)."
-    if path.suffix != '.gz': return open(path, encoding='utf-8-sig', newline=newline)
+    if path.suffix.lower() != '.gz': return open(path, encoding='utf-8-sig', newline=newline)
     from credit_rl.runlog import BoundedGzip        # here: metrics are imported where there is torch alone
     return io.TextIOWrapper(BoundedGzip(path), encoding='utf-8-sig', newline=newline)
 
@@ -264,7 +264,7 @@ def read_rows(
     "Yield (where, row) from a data file by its suffix. Raises on an unknown suffix, a missing or broken file."
     path = Path(path)
     name = name or path.name
-    suffix = Path(name.removesuffix('.gz')).suffix
+    suffix = Path(name.lower().removesuffix('.gz')).suffix
     if suffix not in _READERS:
         raise ValueError(f'cannot read {name}: known suffixes are {", ".join(_READERS)}, and those with .gz')
     if not path.is_file(): raise FileNotFoundError(f'no file {path}')
@@ -273,7 +273,7 @@ def read_rows(
 
 def is_rows_file(name):  # str or path
     "Tell whether a name is that of a data file, by its suffix."
-    return Path(str(name).removesuffix('.gz')).suffix in _READERS
+    return Path(str(name).lower().removesuffix('.gz')).suffix in _READERS
 
 def _to_the_end(rows, name):
     "Pass rows on; a file that breaks off in the middle raises ValueError with its name."
@@ -361,13 +361,21 @@ class Cutting(SettingsGroup):
     "How documents are cut into passages. Raises ValueError on an overlap as long as a passage."
     by: str = setting('paragraphs', "'paragraphs' are kept whole where they can be; 'words' are counted off",
                       choices=('paragraphs', 'words'))
-    words: int = setting(100, 'most words of a passage', least=1)
+    words: int = setting(100, 'most words of a passage; where most letters are of scripts without blanks, each is one',
+                         least=1)
     overlap: int = setting(0, 'words that a passage repeats of the one before, where words are counted off', least=0)
 
     def __post_init__(self):
         super().__post_init__()
         if self.overlap >= self.words:
             raise ValueError(f'overlap must be below words, got {self.overlap} and {self.words}')
+
+_HANGUL = '\u1100-\u11ff\u3130-\u318f\ua960-\ua97f\uac00-\ud7ff'   # parted by blanks
+_LETTER = re.compile(rf'(?:(?:[^ {BLANKLESS}]|[{_HANGUL}])+|[{BLANKLESS}][^\w ]*) ?')
+
+def _words(text):
+    "What is counted of a text, with the blank behind it: words, or letters of scripts without blanks where most are."
+    return _LETTER.findall(' '.join(text.split()) + ' ') if is_blankless(text) else [w + ' ' for w in text.split()]
 
 def cut_paragraphs(
     paragraphs,      # list of str
@@ -378,11 +386,11 @@ def cut_paragraphs(
     def count_off(words):
         ends = max(1, len(words) - cut.overlap)
         return [words[i:i + cut.words] for i in range(0, ends, cut.words - cut.overlap)]
-    for words in [' '.join(paragraphs).split()] if cut.by == 'words' else map(str.split, paragraphs):
+    for words in map(_words, [' '.join(paragraphs)] if cut.by == 'words' else paragraphs):
         if held and len(held) + len(words) > cut.words: pieces, held = [*pieces, held], []
         if len(words) > cut.words: pieces += count_off(words)
         else: held = held + words
-    return [' '.join(words) for words in (*pieces, held) if words]
+    return [''.join(words).strip() for words in (*pieces, held) if words]
 
 # %% ../nbs/2_environment/08_readers.ipynb #t0809
 class _Page(HTMLParser):
@@ -393,8 +401,9 @@ class _Page(HTMLParser):
         super().__init__()
         self.title, self.sections, self.text, self.inside, self.silent = '', [('', [])], '', '', 0
 
-    def end_paragraph(self):
-        "What was read since the last break becomes a paragraph, a heading or the title."
+    def end_paragraph(self, tag=''):
+        "What was read since the last break becomes a paragraph, a heading or the title; <br> breaks no heading."
+        if tag == 'br' and self.inside: return self.handle_data(' ')
         text, self.text = ' '.join(self.text.split()), ''
         if not text: return
         if self.inside == 'title': self.title = text
@@ -402,15 +411,16 @@ class _Page(HTMLParser):
         else: self.sections[-1][1].append(text)
 
     def handle_starttag(self, tag, attrs):
-        "A block begins."
-        if tag in self.SILENT: self.silent += 1
-        if tag in self.BREAKS or tag == 'title' or re.fullmatch('h[1-6]', tag): self.end_paragraph()
-        if tag == 'title' or re.fullmatch('h[1-6]', tag): self.inside = tag
+        "A block begins. A second title is that of a drawing."
+        named = tag == 'title' and not self.title or re.fullmatch('h[1-6]', tag)
+        if tag in self.SILENT or tag == 'title' and not named: self.silent += 1
+        if tag in self.BREAKS or named: self.end_paragraph(tag)
+        if named: self.inside = tag
 
     def handle_endtag(self, tag):
         "A block ends."
-        if tag in self.SILENT: self.silent = max(0, self.silent - 1)
-        if tag in self.BREAKS or tag == self.inside: self.end_paragraph()
+        if tag in self.SILENT or tag == 'title' != self.inside: self.silent = max(0, self.silent - 1)
+        if tag in self.BREAKS or tag == self.inside: self.end_paragraph(tag)
         if tag == self.inside: self.inside = ''
 
     def handle_data(self, data):
@@ -471,7 +481,7 @@ def document_files(place):  # a folder, or one document
     files = [place] if place.is_file() else sorted(p for p in place.rglob('*') if p.is_file())
     files = [p for p in files if not any(part.startswith('.') for part in p.relative_to(place).parts)]
     read = [p for p in files if p.suffix.lower() in _DOCUMENTS]
-    return read, [p for p in files if p not in read]
+    return read, [p for p in files if p.suffix.lower() not in _DOCUMENTS]
 
 def read_documents(
     place,           # a folder, or one document

@@ -13,6 +13,7 @@ import signal, sys, threading, time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 
+from .options import plain
 from .readers import with_marks
 from .trajectory import Result
 
@@ -161,8 +162,9 @@ class SearchTool:
         limits = {'k': k, 'max_tokens': max_tokens, 'seconds': seconds, 'observation_tokens': observation_tokens}
         for name, value in limits.items():
             if value is None and name != 'k': continue
-            if not isinstance(value, (int, float)) or not value > 0:
-                raise ValueError(f'{name} must be a positive number, got {value!r}')
+            kind, wanted = (int, 'integer') if name == 'k' else ((int, float), 'number')
+            if not isinstance(value, kind) or not value > 0:
+                raise ValueError(f'{name} must be a positive {wanted}, got {value!r}')
         self.retriever, self.k, self.max_tokens, self.seconds = retriever, k, max_tokens, seconds
         self.count_tokens, self.render, self.empty = count_tokens or count_words, render, empty
         self.observation_tokens = observation_tokens
@@ -926,7 +928,8 @@ def schema_of(function):
                          'argument a type, and a line below "Args:" in the docstring') from None
 
 def reply_of(value):
-    "What a tool returned, as an `Observation`. Raises TypeError on a ToolOutput with blocks that are no text."
+    """What a tool returned, as an `Observation`. Raises TypeError on a ToolOutput with blocks that are no text, and on
+    what yields asynchronously."""
     if isinstance(value, Observation): return value
     if value is None: return Observation('Done.')
     if (blocks := getattr(value, 'blocks', None)) is not None:
@@ -936,7 +939,10 @@ def reply_of(value):
         text, reward = '\n'.join(parts), value.reward
         return Observation(text, [(0, len(text))], False, None if reward is None else float(reward),
                            bool(value.finished))
-    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+    if hasattr(value, '__anext__'): raise TypeError('a tool yields asynchronously: return a value')
+    if hasattr(value, '__next__'): value = list(value)
+    try: text = value if isinstance(value, str) else json.dumps(plain(value), ensure_ascii=False, default=str)
+    except (TypeError, ValueError, RecursionError): text = str(value)                  # no JSON: odd keys, cycles
     return Observation(text, [(0, len(text))])
 
 # %% ../nbs/2_environment/13_tools.ipynb #own05
@@ -978,8 +984,11 @@ class OwnTools:
         self.make, self.idle, task = environment, [], environment() if environment else None
         if environment and not callable(getattr(task, 'reset', None)):
             raise ValueError(f'environment {environment!r} needs a method reset(**row), as for TRL')
+        for f in functions:
+            if not hasattr(f, '__name__'): raise ValueError(f'a tool has a name, got {f!r:.80}: write a def around it')
         self.functions = {f.__name__: f for f in functions}
-        self.methods = [name for name, _ in inspect.getmembers(type(task), inspect.isfunction)
+        is_method = lambda f: callable(f) and inspect.isfunction(inspect.unwrap(getattr(f, '__func__', f)))
+        self.methods = [name for name, _ in inspect.getmembers(type(task), is_method)
                         if not name.startswith('_') and name not in ('reset', 'get_reward')] if environment else []
         names = [*(f.__name__ for f in functions), *self.methods]
         if not names: raise ValueError('nothing can be called: give functions, or an environment with public methods')
@@ -1003,10 +1012,12 @@ class OwnTools:
         for k in range(max(map(len, calls), default=0)):
             at = [i for i, c in enumerate(calls) if k < len(c) and not any(o.finished for o, _ in said[i])]
             started = [self._start(tasks[i], **calls[i][k]) for i in at]
-            for i, (value, error), (_, early) in zip(at, _await_all(started), started):
-                wrong = Result.MALFORMED if isinstance(early, _Unfit) else Result.ERROR
-                if error: name = '' if isinstance(error, _Unfit) else f'{type(error).__name__}: '
-                said[i].append((Observation(_error(f'{name}{error}')), wrong) if error else (reply_of(value), Result.OK))
+            for i, (value, error) in zip(at, _await_all(started)):
+                try:
+                    if error: raise error
+                    said[i].append((reply_of(value), Result.OK))
+                except _Unfit as e: said[i].append((Observation(_error(e)), Result.MALFORMED))
+                except Exception as e: said[i].append((Observation(_error(f'{type(e).__name__}: {e}')), Result.ERROR))
         return [_together(one) for one in said]
 
     def _start(self, task, name, arguments):
@@ -1065,7 +1076,10 @@ def own_outcome(
         return reward(**_pick_arguments(reward, {name: [v] for name, v in {**_task_row(t.question), **row}.items()}))
     ((found, error),) = _await_all([(value(), None)])
     if error: raise error
-    if rows: (found,) = found
+    try: (found,) = found if rows else [found]
+    except (TypeError, ValueError):
+        raise ValueError("a reward of TRL's signature returns a list, one number for each completion (here one), got "
+                         f'{found!r:.80}') from None
     found = math.nan if found is None else float(found)
     if found < 0 or found > 1:
         raise ValueError(f'an outcome lies in [0, 1], and question {t.question.id!r} earned {found}: scale the reward')

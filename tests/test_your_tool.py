@@ -1,4 +1,5 @@
 """nbs/your_tool.md, followed literally outside of the checkout; what it says is refused is refused."""
+import functools
 import os
 import re
 import subprocess
@@ -6,6 +7,7 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from credit_rl.engine import ScriptedEngine
@@ -30,6 +32,17 @@ def double(x: int):
     return 2 * x
 
 
+def odd(kind: str):
+    """Return what JSON does not have.
+
+    Args:
+        kind: Of it.
+    """
+    async def later(): yield 1
+    return {'keys': {(1, 2): 3}, 'numbers': {np.int64(1): 2}, 'steps': (10 // n for n in (5, 2)), 'later': later(),
+            'broken': (10 // n for n in (5, 0))}[kind]
+
+
 def near(question, answer): return .5
 
 
@@ -48,6 +61,12 @@ class Steps:
         if by < 1: raise ValueError('only forward')
         self.n += by
         return SimpleNamespace(blocks=[{'type': 'text', 'text': f'at {self.n}'}], reward=self.n / 4, finished=self.n >= 4)
+
+    @classmethod
+    @functools.cache
+    def look(cls):
+        "Look around."
+        return 'a road'
 
     def get_reward(self): return min(1., self.n / 4)
 
@@ -79,7 +98,7 @@ def test_rollouts_of_a_group_have_environments_of_their_own():
     assert [t.earned for t in group.trajectories] == [.5]
     tools = OwnTools(environment=Steps)
     one, two = (tools.begin(group.question)[0] for _ in range(2))
-    assert one is not two
+    assert one is not two and tools.methods == ['look', 'step']
 
 
 def test_functions_answer_by_name_and_a_reward_scores_the_answer():
@@ -89,6 +108,10 @@ def test_functions_answer_by_name_and_a_reward_scores_the_answer():
     assert [turn.result for turn in t.turns[:3]] == [Result.OK, Result.MALFORMED, Result.MALFORMED]
     assert t.turns[0].returned == ('8',) and t.earned == .5
     assert right_marks([group]) == '0' and right_marks([group], .5) == '1'           # and not by exact match
+    said = tool_of(odd).call([[{'name': 'odd', 'arguments': {'kind': kind}}]
+                              for kind in ('keys', 'numbers', 'steps', 'later', 'broken')])
+    assert said[:3] == [('{(1, 2): 3}', Result.OK), ('{"1": 2}', Result.OK), ('[2, 5]', Result.OK)]
+    assert [r for _, r in said[3:]] == [Result.ERROR] * 2 and 'ZeroDivision' in said[4][0] and 'return a value' in said[3][0]
     assert "argument" in t.turns[1].observation_text and 'halve' in t.turns[2].observation_text
 
 
@@ -107,12 +130,15 @@ def test_settings_that_cannot_work_are_refused(settings, word):
 def test_an_outcome_outside_of_0_to_1_is_refused():
     with pytest.raises(ValueError, match='scale'):
         play(tool_of(double), '<answer> 8 </answer>', reward=lambda question, answer: 8)
+    with pytest.raises(ValueError, match='a list, one number'):
+        play(tool_of(double), '<answer> 8 </answer>', reward=lambda completions: .5)
 
 
 def test_what_cannot_be_played_is_refused():
     group = play(OwnTools(environment=Steps), '<answer> 8 </answer>')
     env = make_environment(byte_tokenizer(), OwnTools(environment=Steps))
     with pytest.raises(ValueError, match='beginning'): continuations(None, env, [(group.trajectories[0], 0)], 1)
+    with pytest.raises(ValueError, match='write a def'): tool_of(functools.partial(double, x=1))
     with pytest.raises(ValueError, match='own'): Environment(Chat(PROTOCOLS['tspo'], byte_tokenizer()), tool_of(double))
     assert own_outcome(group.trajectories[0], lambda completions: [None]) != 0      # NaN: missing
 

@@ -15,7 +15,7 @@ from credit_rl.metrics import characters, f1, score_answer
 from credit_rl.outcome import outcome_rewards
 from credit_rl.protocol import byte_tokenizer
 from credit_rl.prs import prs_rewards
-from credit_rl.readers import Passage
+from credit_rl.readers import Cutting, Passage, cut_paragraphs
 from credit_rl.retrieval import BM25, bm25_reference, build_index, read_index, words
 from credit_rl.rollout import rollout
 from credit_rl.tools import cut
@@ -51,6 +51,7 @@ def test_english_is_searched_as_before(tmp_path):
     "Words, scores and what an index says of itself, also where a passage quotes another script."
     index = BM25(ENGLISH)
     assert not index.bigrams and 'bigrams' not in index.about()
+    assert cut_paragraphs([ENGLISH[0].text], Cutting(words=2))[0] == 'Casablanca (卡萨布兰卡)'
     assert words(ENGLISH[0].text) == ['casablanca', '卡萨布兰卡', 'is', 'a', '1942', 'film', 'isn', 't', 'it']
     build_index(ENGLISH, tmp_path / 'built')
     assert 'bigrams' not in read_index(tmp_path / 'built') and not BM25.load(tmp_path / 'built').bigrams
@@ -104,7 +105,9 @@ def test_a_cut_is_inside_a_word_that_alone_is_too_long(query, gold, page, other)
         part = cut(page, most, count=len)
         assert page.startswith(part) and len(part) <= most
         assert unicodedata.category(page[len(part)])[0] != 'M'                          # no letter is parted from its marks
-        if most >= 6 and len(whole) > most: assert part                
+        if most >= 6 and len(whole) > most: assert part
+    passages = cut_paragraphs([page * 9], Cutting(words=5))
+    assert max(map(len, passages)) < 40 and ''.join(passages).replace(' ', '') == (page * 9).replace(' ', '')
 
 
 def asked(gold, answer, tokens):

@@ -8,7 +8,7 @@ import time
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from credit_rl.judge import Judge, read_verdict
+from credit_rl.judge import Judge, make_judge, read_key, read_verdict
 from judge_server import Stub, counted, no_proxy  # noqa: F401
 
 WORDS = {'yes': 1, 'no': 0}
@@ -171,6 +171,9 @@ def test_a_key_that_a_reply_repeats_is_not_kept(tmp_path):
         judge.keep(tmp_path / 'kept')
         assert judge.ask(['a'], str.upper) == ['YES, …']
     assert b'sk-secret' not in gzip.decompress((tmp_path / 'kept').read_bytes())
+    (place := tmp_path / 'key').write_text('sk-secret')
+    one, same = (make_judge({'base_url': 'http://localhost:1/v1', 'model': 'm', 'key_from': at}) for at in (place, str(place)))
+    assert one is same and read_key(place) == 'sk-secret'
 
 
 MARKUP = st.sampled_from(['{}', '**{}**', '"{}"', '[{}]', '`{}`', '<{}>', '{}.', ' {} ', '<verdict>{}</verdict>',

@@ -106,7 +106,8 @@ def test_a_failing_batch_and_its_single_calls_share_one_time_limit():
 
 
 def test_the_doors():
-    for bad in (dict(k=0), dict(k=None), dict(max_tokens=0), dict(max_tokens='9'), dict(seconds=0), dict(seconds=-1)):
+    for bad in (dict(k=0), dict(k=None), dict(k=.5), dict(k=2.), dict(max_tokens=0), dict(max_tokens='9'),
+                dict(seconds=0), dict(seconds=-1)):
         with pytest.raises(ValueError, match=next(iter(bad))): SearchTool(BM, **{'k': 1, 'max_tokens': 9, **bad})
     for bad in (dict(seconds=0), dict(memory_mb=-1), dict(output_chars=0), dict(searches=0), dict(workers='2')):
         with pytest.raises(ValueError, match=next(iter(bad))): PythonTool(**bad)

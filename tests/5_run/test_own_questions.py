@@ -1,15 +1,18 @@
 """A file of one's own questions, a folder of documents: what is read, trained on, and said of what was seen before."""
+import gzip
 import io
 import json
 import re
 import shutil
 import subprocess
+from pathlib import PurePath
 
 import pytest
 import yaml
 
 from credit_rl.command import main as command
-from credit_rl.datasets import load_corpus
+from credit_rl.datasets import find_own_files, load_corpus, load_questions
+from credit_rl.environment import open_search
 from credit_rl.evaluate import Evaluation, open_set, train_keys
 from credit_rl.readers import Cutting, read_documents
 from credit_rl.retrieval import BM25
@@ -59,6 +62,7 @@ def test_documents_are_searched(place):
                      'cut': {'words': 3}})
     [found] = real_search(s, 'tspo').search(['lighthouse of Tessk'], 1)
     assert found[0].title == 'Tessk: Lighthouse' and len(found[0].text.split()) <= 3
+    assert open_search('hotpotqa', corpus=place / 'pages')[1] == open_search('hotpotqa', corpus=str(place / 'pages'))[1]
 
 
 @pytest.mark.parametrize('given, message', [
@@ -167,6 +171,21 @@ def test_new_without_documents_asks_directly_and_without_questions_refuses(tmp_p
     command(['new', str(tmp_path)])
     found = yaml.safe_load((tmp_path / 'credit.yaml').read_text())
     assert found['protocol'] == 'direct' and 'corpus' not in found and 'fetch smollm2' in capsys.readouterr().out
+
+
+def test_a_folder_of_many_documents_is_looked_through_once(tmp_path, monkeypatch):
+    for n in range(200): (tmp_path / f'{n}.txt').touch()
+    (tmp_path / 'asked.CSV.GZ').write_bytes(gzip.compress(b'question,answer\nWho?,Ada\n'))
+    compared, same = [], PurePath.__eq__
+    monkeypatch.setattr(PurePath, '__eq__', lambda *paths: compared.append(paths) or same(*paths))
+    [question] = load_questions(str(find_own_files(tmp_path)['data']))
+    assert question.text == 'Who?' and len(compared) < 2000
+
+
+def test_a_page_has_one_title_and_a_heading_may_break(tmp_path):
+    (tmp_path / 'a.html').write_text('<title>Ports</title><h1><svg><title>icon</title></svg>Orvane<br/>harbour</h1><p>Salt.')
+    [(_, row)] = read_documents(tmp_path)
+    assert (row['title'], row['text']) == ('Ports: Orvane harbour', 'Salt.')
 
 
 def test_an_index_of_a_folder_of_documents_is_what_corpus_finds(place, tmp_path, capsys):
