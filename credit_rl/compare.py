@@ -350,6 +350,7 @@ def common_seeds(folders):  # as in find_runs
     kept, out = [], []
     for folder, _, params, summary in each_run(folders):
         if summary is None: out.append(f'{folder.name} has not finished')
+        elif 'final' not in summary: out.append(f'{folder.name}: nothing was learned there that could be compared')
         elif params['seed'] not in shared:
             out.append(f'{folder.name}: seed {params["seed"]} is missing for '
                        f'{", ".join(m for m, runs in finished.items() if params["seed"] not in runs)}')

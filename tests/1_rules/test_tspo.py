@@ -8,7 +8,7 @@ from torch.testing import assert_close
 
 from credit_rl.advantages import group_normalize, turn_normalize
 from credit_rl.tspo import (check_binary, chi_squared, first_occurrence, first_turns, folr_rewards, group_misses,
-                            near_miss_share, near_miss_statistics, op_table, tspo_advantages)
+                            near_miss_share, near_miss_statistics, op_table, selective_advantages, tspo_advantages)
 from credit_rl.trajectory import Group, Question, Trajectory, Turn
 from credit_batches import NAN, binary_batches, cells
 
@@ -45,6 +45,9 @@ def test_tspo_refuses():
                 dict(outcome=torch.tensor([-1., 1.])), dict(alpha=-0.1), dict(first_turn=torch.tensor([2, 0])),
                 dict(first_turn=torch.tensor([-2, 0])), dict(first_turn=torch.tensor([0., 0.]))):
         with pytest.raises(ValueError): tspo_advantages(**{**args, **bad})
+    mask, group, seen = torch.ones(3, 2, dtype=torch.bool), torch.zeros(3, dtype=torch.long), torch.tensor([[NAN, NAN], [1, 0], [0, 0]])
+    missing = selective_advantages(seen, torch.tensor([NAN, 0., 0.]), torch.tensor([NAN, 0., 0.]), mask, group)
+    torch.testing.assert_close(missing, torch.tensor([[0., 0], [1, 0], [-1, 0]]), atol=1e-5, rtol=0)     # an all-wrong group still
     for table in ([[1, 0], [2, 0]], [[0, 0], [1, 2]], [[0, 0], [0, 0]], [1, 2], [[1, -1], [2, 3]]):
         with pytest.raises(ValueError): chi_squared(table)
 

@@ -1,4 +1,5 @@
 """54_warmup: the edges of the gate, who is asked and who searches elsewhere, and draws that are even."""
+import math
 from collections import Counter
 
 import pytest
@@ -6,6 +7,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from credit_rl.engine import SamplingParams, ScriptedEngine
+from credit_rl.outcome import Earned
 from credit_rl.protocol import PROTOCOLS, Chat, byte_tokenizer
 from credit_rl.readers import Passage
 from credit_rl.rollout import Environment
@@ -14,7 +16,7 @@ from credit_rl.tools import PythonTool
 from credit_rl.trajectory import Group, Question, Stop, Trajectory, Turn
 from credit_rl import warmup
 from credit_rl.warmup import (choose_questions, collect, CollectionPlan, draw_evenly, GATE, gate, GateFailed,
-                              GateReport, Missing, Pairs, with_prompt, Sampler, searching, warm_up, WarmUp)
+                              GateReport, make_pairs, Missing, Pairs, with_prompt, Sampler, searching, tiers, warm_up, WarmUp)
 from credit_rl.world import Competence, make_world
 
 
@@ -59,6 +61,13 @@ def test_the_first_pass_at_or_after_least_ends_it(monkeypatch, how, passes, sat)
 
 QUESTIONS = [Question(f'q{i}', f'who directed film {i}' if i % 3 else f'what is {i} plus {i}', ('7',)) for i in range(60)]
 TIER = torch.tensor([1 + i % 2 for i in range(60)])
+
+
+def test_a_missing_reward_is_no_wrong_answer():
+    "A question known by one attempt stays known; states of a rollout without a reward are not taught, nor examined."
+    turn = Turn('answer', [2], [0.], [], '', '')
+    group = Group(QUESTIONS[0], [Trajectory(QUESTIONS[0], [1], [turn], 'answer', '7', earned=x) for x in (1., math.nan)])
+    assert tiers([group], Earned()).tolist() == [2] and make_pairs([group], torch.tensor([0]), Earned()).returns.tolist() == [1]
 
 
 def test_so_many_questions_of_each_tier():

@@ -13,7 +13,7 @@ from scipy.stats import kendalltau
 from torch.testing import assert_close
 
 from credit_rl import audit as audit_module, train as train_module
-from credit_rl.audit import (FEW, KINDS, AuditChoice, Truth, _audit_figure, _findings, agreement_intervals, agreements, audit,
+from credit_rl.audit import (FEW, KINDS, AuditChoice, Truth, _audit_figure, _findings, _product, agreement_intervals, agreements, audit,
                              find_truth, kendall, main, read_audit_settings, rollouts_saved, saving_says,
                              signal_to_noise, squares_by_kind, turn_kinds)
 from credit_rl.engine import ScriptedEngine
@@ -150,6 +150,12 @@ def judged_gradients(questions, size, share, alike, times):
         return made, plain, size + luck + drawn(.5)
     true = [size * part / (scatter / questions ** .5) for part in (share, 1.)]
     return true, (one() for _ in range(times))
+
+
+def test_noise_of_many_directions_is_not_told_from_none():
+    "With more directions than pairs of questions all variance comes of pairs; taken off whole, 26 of these 60 are told."
+    drawn = [torch.randn(16, 4096, generator=torch.Generator().manual_seed(i)) for i in range(60)]
+    assert sum(_product(x, x).interval()[1] > 0 for x in drawn) <= 5
 
 
 @pytest.mark.parametrize('questions, size, share, alike', [

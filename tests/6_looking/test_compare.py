@@ -8,16 +8,18 @@ import subprocess
 import sys
 import textwrap
 import time
+from pathlib import Path
 
 import pytest
 import yaml
 from scipy import stats
 
 from credit_rl import compare
-from credit_rl.compare import (common_seeds, effort_table, load_runs, main, markdown_table, dev_area, learning_curves,
-                               paired_differences, plan_jobs, sampled_right, seed_curves)
+from credit_rl.compare import (common_seeds, curve_panels, effort_table, load_runs, main, markdown_table, dev_area,
+                               learning_curves, pack_runs, paired_differences, plan_jobs, sampled_right, seed_curves,
+                               setting_differences)
 from credit_rl.jobs import Job, run_jobs
-from credit_rl.runlog import RunLog, module_hashes
+from credit_rl.runlog import RunLog, module_hashes, read_summary
 from made_runs import begun
 
 SCORES = {'em': .5, '1': .7, '2': .4, '3': .3}
@@ -318,6 +320,33 @@ def test_variants_are_called_as_the_sweep_calls_them(tmp_path):
                          {'methods': {'tips-every4': {'method': 'tips', 'teacher_every': 4}}}, tmp_path):
         made_up(tmp_path, job.method, 7, params={'method': job.method, **job.settings})
     assert set(load_runs(tmp_path).method) == set(effort_table(tmp_path).index) == {'tips', 'tips-every4'}
+
+
+def test_runs_of_one_name_and_runs_without_steps_are_compared_or_refused(tmp_path):
+    for sweep, rate in (('a', 1e-6), ('b', 1e-3)): made_up(tmp_path / sweep, 'grpo', 1, params={'learning_rate': rate})
+    both = [tmp_path / 'a' / 'grpo-1', tmp_path / 'b' / 'grpo-1']
+    assert setting_differences(both).learning_rate.tolist() == [1e-6, 1e-3]
+    curve_panels(load_runs(tmp_path / 'a'))                                                  # the baseline alone
+    log = begun(tmp_path / 'a' / 'warm-1', method='carl', seed=1, data='tiny')
+    log.summary({'passed': True})
+    assert [f.name for f in common_seeds(tmp_path / 'a')[0]] == ['grpo-1']
+    with pytest.raises(SystemExit, match='nothing was learned'): main([str(both[0]), str(log.folder)])
+
+
+@pytest.mark.parametrize('where', ['table', 'removal'])
+def test_a_pack_that_was_ended_is_gone_on_with(tmp_path, monkeypatch, where):
+    "Ended before the table of runs is written, after that of steps, or while it removes: what is stored reads as before."
+    made_up(tmp_path, 'grpo', 1)
+    pack_runs(tmp_path, remove=True)
+    made_up(tmp_path, 'tspo', 1)
+    def ends(*_, **__): raise OSError('no space')
+    with monkeypatch.context() as m:
+        written, unlink = compare._write_table, Path.unlink
+        if where == 'table': m.setattr(compare, '_write_table', lambda path, rows: ends() if path.stem == 'runs' else written(path, rows))
+        else: m.setattr(Path, 'unlink', lambda path, **how: ends() if path.name == 'summary.json' else unlink(path, **how))
+        with pytest.raises(OSError): pack_runs(tmp_path, remove=True)
+    assert read_summary(tmp_path / 'grpo-1')['method'] == 'grpo' and len(load_runs(tmp_path)) == 10
+    assert pack_runs(tmp_path, remove=True) == 2 and not (tmp_path / 'tspo-1').exists() and len(load_runs(tmp_path)) == 10
 
 
 def test_table(tmp_path):

@@ -23,6 +23,7 @@ def test_students_interval_is_scipys_and_covers():
         assert .93 < np.mean([low <= .01 <= high for low, high in ends]) < .97
     assert mean_interval([.1])[0] == .1 and all(map(math.isnan, mean_interval([.1])[1:]))
     assert mean_interval([0., 0., 0.]) == (0, 0, 0, 1)
+    assert all(map(math.isnan, mean_interval([.55 - .5, .6 - .55])[1:]))           # equal but for rounding
 
 
 def test_welch_is_scipys_and_covers_where_variances_differ_tenfold():
