@@ -28,7 +28,7 @@ from .trajectory import Group, Question, Result, Stop, Trajectory, Turn
 # %% ../nbs/7_elsewhere/83_dumps.ipynb #c005
 _GOLDS = ('answers', 'answer', 'golden_answers', 'ground_truth', 'target', 'gts', 'possible_answers')
 _KEYS = ('group_id', 'uid', 'example_id', 'id')
-_MASKS = ('completion_mask', 'env_mask', 'response_mask', 'loss_mask')
+_MASKS = ('completion_mask', 'tool_mask', 'env_mask', 'response_mask', 'loss_mask')
 _LAYOUTS = (('messages',), ('prompt', 'completion'), ('input', 'output'), ('prompt_ids', 'completion_ids'),
             ('schema_version', 'steps'), ('nodes', 'task'))
 
@@ -199,13 +199,13 @@ def _from_ids(
     row,        # dict with prompt_ids, completion_ids and a mask
     tokenizer,  # Hugging Face tokenizer
 ):
-    "The turns of a row of ids, by its mask: `_Dialogue`. Raises ValueError without a tokenizer, or a mask that fits."
+    "The turns of a row of ids, by all its masks: `_Dialogue`. Raises ValueError without a tokenizer, or masks that fit."
     if tokenizer is None: raise ValueError('ids are read with a tokenizer: hand it over as tokenizer=…')
-    mask = next((row[name] for name in _MASKS if name in row), None)
-    ids = row['completion_ids']
-    if mask is None or len(mask) != len(ids) or not any(mask):
-        raise ValueError(f'{len(ids)} completion_ids need as many numbers in one of {", ".join(_MASKS)}, 1 where the '
-                         f'model wrote, got {"none" if mask is None else len(mask)}')
+    masks, ids = [row[name] for name in _MASKS if not _is_null(row.get(name))], row['completion_ids']
+    mask = [all(x) for x in zip(*masks)]
+    if {*map(len, masks)} != {len(ids)} or not any(mask):
+        raise ValueError(f'{len(ids)} completion_ids need as many numbers in each mask ({", ".join(_MASKS)}), 1 where '
+                         f'the model wrote, got {[*map(len, masks)] or "none"}, {sum(mask)} tokens of the model')
     cuts = [t for t in range(len(ids)) if mask[t] and (t == 0 or not mask[t - 1])] + [len(ids)]
     text, turns = lambda x: tokenizer.decode(x, skip_special_tokens=True).strip(), []
     for start, end in zip(cuts, cuts[1:]):
@@ -307,6 +307,8 @@ def _dialogue(row, protocol, tokenizer):
     if keys == ('messages',): return _from_messages(row['messages'])
     if keys[0] == 'prompt_ids': return _from_ids(row, tokenizer)
     before, after = (row[key] for key in keys)
+    if isinstance(before, list):
+        before = [m | {'role': 'example'} if isinstance(m, dict) and m.get('role') == 'assistant' else m for m in before]
     if isinstance(after, list):
         first = before if isinstance(before, list) else [{'role': 'user', 'content': before}]
         return _from_messages([*first, *after])

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from credit_rl.command import main
 from credit_rl.dumps import dump_credit, read_dump
+from credit_rl.tiny import tiny_tokenizer
 from credit_rl.trajectory import Result, Stop
 
 CALL = '<tool_call>{"name": "search", "arguments": {"query_list": ["%s"]}}</tool_call>'
@@ -176,6 +177,7 @@ WHOLE = {'messages': [Q, *LOOK], **GOLD}
 @pytest.mark.parametrize('row, reward', [
     ({'prompt': [Q], 'completion': LOOK, 'step': 1, 'accuracy_reward': 1.}, None),                          # TRL's
     ({'example_id': 3, 'prompt': [Q], 'completion': LOOK, 'answer': 'x', 'reward': 1.}, 1.),                # prime-rl's
+    ({'prompt': [{**Q, 'content': 'Like?'}, said('<answer>y</answer>'), Q], 'completion': LOOK}, None),  # an example
     ({'prompt': 'Q?', 'answer': 'x', 'completion': '<search>a</search><information>p</information>' + DONE}, None)])
 def test_the_layouts_of_trainers_become_groups(row, reward):
     t, found = only(row, 'search-r1')
@@ -249,6 +251,9 @@ def test_conversations_and_ids_in_a_table_are_read(tmp_path):
     frame = pd.DataFrame([{'messages': np.array(said, dtype=object), 'answer': np.array(['x']), 'uid': np.int64(3)}])
     assert read_dump(frame).groups[0].question.id == '3'
     with pytest.raises(ValueError, match='suffixes'): read_dump(tmp_path / 'd.log')
+    ids = {'prompt_ids': [5], 'completion_ids': [5, 6, 7], 'completion_mask': [1] * 3, 'tool_mask': [1, 0, 1], **GOLD}
+    t = read_dump([ids], tokenizer=tiny_tokenizer()).groups[0].trajectories[0]
+    assert [turn.action_ids for turn in t.turns] == [(5,), (7,)]
 
 
 # ---- formats of others ----
