@@ -19,7 +19,7 @@ from .methods import METHODS, get_method
 from .options import plain
 from .parameters import make_parser
 from .parts import assign
-from .protocol import calls_in, get_protocol, last_answer, parse
+from .protocol import Protocol, calls_in, get_protocol, last_answer, parse
 from .readers import RowError, read_line, read_rows
 from .recorded import Attempts, Recording, read_recording
 from .runlog import atomic_write
@@ -66,7 +66,8 @@ def _answers_in(given):
         given = kept
     while isinstance(given, dict): given = next((given[name] for name in _GOLDS if name in given), None)
     if isinstance(given, list): return [x for one in given for x in _answers_in(one)]
-    return _answers_in(given) if isinstance(given, str) else [] if _is_null(given) else [str(given)]
+    return _answers_in(given) if isinstance(given, str) else [] if _is_null(given) else [
+        str(int(given) if isinstance(given, float) and given.is_integer() else given)]               # pandas' 1969.0
 
 def _golds_of(
     row,        # dict
@@ -164,7 +165,7 @@ def _turn_rewards(row, count):
     for place in (row, *(row[name] for name in ('info', 'extra', 'metadata') if isinstance(row.get(name), dict))):
         for name in ('turn_rewards', 'step_rewards'):
             given = place.get(name)
-            if given is None: continue
+            if _is_null(given): continue
             if not isinstance(given, list) or len(given) != count:
                 raise ValueError(f'{name} must be a list with a number for each of {count} turns, got {given!r:.60}')
             return [math.nan if x is None else float(x) for x in given]
@@ -350,7 +351,7 @@ def read_dump(
     tokenizer: Hugging Face tokenizer, for rows of ids
     source: str, name of the data set
     """
-    protocol, words = get_protocol(protocol) if isinstance(protocol, str) else protocol, {}
+    protocol, words = protocol if isinstance(protocol, Protocol) else get_protocol(str(protocol)), {}
     encode = lambda text: tuple(words.setdefault(w, len(words)) for w in text.split())
     groups, rewards, earned, first, places = {}, {}, {}, {}, {}
     for number, row in enumerate(_rows(path), 1):
@@ -361,7 +362,7 @@ def read_dump(
             given = next((row[name] for name in ('reward', 'score') if not _is_null(row.get(name))), None)
             golds = _golds_of(row, answers, spoken.question, given is None)
             name = next((str(row[key]) for key in _KEYS if not _is_null(row.get(key))), spoken.question)
-            key = (row.get('step'), name)
+            key = (None if _is_null(row.get('step')) else row['step'], name)
             question = first.setdefault(key, (number, Question(name, spoken.question, golds, source)))
             if set(question[1].answers) != set(golds):
                 raise ValueError(f'question {name!r:.60} has the answers {golds}, and in row {question[0]} it had '

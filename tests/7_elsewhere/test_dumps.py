@@ -1,6 +1,8 @@
 """Rollouts as others write them: marks of templates, calls in every form, scores that are none. All are read."""
 import json
+import math
 from decimal import Decimal
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -203,8 +205,9 @@ def test_bad_lines_and_empty_files_are_refused(tmp_path, text, words):
 
 
 def test_answers_can_be_handed_over_and_steps_keep_groups_apart():
-    rows = [{'messages': [Q, *LOOK], 'step': step} for step in (1, 1, 2)]
-    assert [len(g.trajectories) for g in read_dump(rows, 'search-r1', answers={'Q?': ['x']}).groups] == [2, 1]
+    rows = [{'messages': [Q, *LOOK], 'step': step} for step in (1, 1, 2, math.nan, math.nan)]
+    assert [len(g.trajectories) for g in read_dump(rows, 'search-r1', answers={'Q?': ['x']}).groups] == [2, 1, 2]
+    assert read_dump(rows, Path('search-r1'), answers={'Q?': 1969.}).groups[0].question.answers == ('1969',)
 
 
 # ---- values of other kinds, files of other kinds ----
@@ -304,7 +307,7 @@ def test_a_forked_trace_is_its_last_branch_with_the_rewards_of_its_own_nodes():
                                    {'info': {'turn_rewards': [.5, None]}}, {'metadata': {'turn_rewards': [.5, None]}}])
 def test_turn_rewards_are_read_under_the_keys_that_others_use(given):
     row = talk(said(CALL % 'a'), {'role': 'tool', 'content': 'p'}, said(DONE)) | GOLD | {'reward': 1.}
-    dump = read_dump([row | given, row])
+    dump = read_dump([row | given, row | {'turn_rewards': math.nan}])
     assert dump.turns[0, 0] == .5 and dump.turns.isnan().sum() == 3
     with pytest.raises(ValueError, match='turns'): read_dump([row | {'turn_rewards': [1.]}])
 
