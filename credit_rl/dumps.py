@@ -200,7 +200,7 @@ def _from_ids(
     row,        # dict with prompt_ids, completion_ids and a mask
     tokenizer,  # Hugging Face tokenizer
 ):
-    "The turns of a row of ids, by all its masks: `_Dialogue`. Raises ValueError without a tokenizer, or masks that fit."
+    "The turns of a row of ids, by its masks: `_Dialogue`. Raises ValueError without a tokenizer, or masks that fit."
     if tokenizer is None: raise ValueError('ids are read with a tokenizer: hand it over as tokenizer=…')
     masks, ids = [row[name] for name in _MASKS if not _is_null(row.get(name))], row['completion_ids']
     mask = [all(x) for x in zip(*masks)]
@@ -309,7 +309,8 @@ def _dialogue(row, protocol, tokenizer):
     if keys[0] == 'prompt_ids': return _from_ids(row, tokenizer)
     before, after = (row[key] for key in keys)
     if isinstance(before, list):
-        before = [m | {'role': 'example'} if isinstance(m, dict) and m.get('role') == 'assistant' else m for m in before]
+        before = [m | {'role': 'example'} if isinstance(m, dict) and m.get('role') == 'assistant' else m
+                  for m in before]
     if isinstance(after, list):
         first = before if isinstance(before, list) else [{'role': 'user', 'content': before}]
         return _from_messages([*first, *after])
