@@ -527,16 +527,24 @@ def openrlhf_maker(
     return type('CreditExperienceMaker', (ExperienceMixin, base), held)
 
 # %% ../nbs/7_elsewhere/80_adapters.ipynb #c033
-def _pad(lists):
-    "Turn rewards of trajectories as (N, K), or None where there are none."
-    return torch.nn.utils.rnn.pad_sequence([torch.tensor(x, dtype=torch.float32) for x in lists],
-                                           batch_first=True) if any(lists) else None
+def _with_turns(arrays, lists):
+    """Arrays with turn rewards of trajectories, if any has some; zeros and NaN behind its turns are padding. Raises
+    ValueError where they are not one for each turn."""
+    if not any(lists): return arrays
+    last = torch.full((len(lists),), -1).scatter_reduce(0, arrays.row_trajectory, arrays.token_turns.amax(1), 'amax')
+    for i, (given, k) in enumerate(zip(lists, (last + 1).tolist())):
+        if len(given) < k or any(x for x in given[k:] if x == x):
+            raise ValueError(f'rollout {i} has {len(given)} turn_rewards for {k} turns: one for each, None where it '
+                             'has none')
+    turns = torch.nn.utils.rnn.pad_sequence([torch.tensor(x, dtype=torch.float32) for x in lists], batch_first=True)
+    return replace(arrays, turns=turns[:, :int(last.max()) + 1])
 
 def slime_rewards(
     method,      # Method, or the name of one
     options={},  # of the method, by name
 ):
-    """A function for slime's --custom-reward-post-process-path: (args, samples) -> raw rewards, and credit of turns.
+    """A function for slime's --custom-reward-post-process-path: (args, samples) -> raw rewards, and credit of turns. It
+    raises ValueError on turn rewards that are not one for each turn.
 
     method: Method, or the name of one
     options: dict, of the method
@@ -550,8 +558,8 @@ def slime_rewards(
         first = {number[key]: s for key, s in reversed(list(zip(keys, flat)))}
         lead, owner = [first[i] for i in range(len(number))], [number[key] for key in keys]
         arrays = Arrays(torch.nn.utils.rnn.pad_sequence(masks, batch_first=True), [s.group_index for s in lead],
-                        [s.get_reward_value(args) for s in lead], _pad([_list_turns(s.metadata) for s in lead]), owner)
-        credit = assign_arrays(method, arrays).advantages
+                        [s.get_reward_value(args) for s in lead], row_trajectory=owner)
+        credit = assign_arrays(method, _with_turns(arrays, [_list_turns(s.metadata) for s in lead])).advantages
         turns = turns_from_mask(arrays.mask)
         rewards = [torch.stack([row[at == k][0] for k in range(int(at.max()) + 1)]) if at.max() >= 0 else
                    torch.zeros(1) for row, at in zip(credit, turns)]
@@ -617,8 +625,8 @@ def prime_credit(
     mask = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
     advantages = torch.zeros(mask.shape)
     if len(traces) > 1:
-        arrays = Arrays(mask, [0] * len(traces), [trace.reward for trace in traces], _pad([x for _, x in turns]))
-        advantages = assign_arrays(method, arrays).advantages
+        arrays = Arrays(mask, [0] * len(traces), [trace.reward for trace in traces])
+        advantages = assign_arrays(method, _with_turns(arrays, [x for _, x in turns])).advantages
     found = [row[own].tolist() for row, own in zip(advantages, mask)]
     for (nodes, _), values in zip(turns, map(iter, found)):
         for node in nodes: node.advantages = [next(values) for _ in range(sum(node.mask))]
@@ -787,28 +795,42 @@ def explain_advantages(
 
 # %% ../nbs/7_elsewhere/80_adapters.ipynb #x808
 def read_batch(path):  # file of a trainer's batch
-    "A batch and its advantages from a file: (Arrays, (R, T)). Raises ValueError on a file without one of its names."
-    from credit_rl.readers import read_rows
+    """A batch and its advantages from a file: (Arrays, (R, T)). Raises ValueError on a file, or a row, without one of
+    its names."""
+    from credit_rl.readers import parse_rows, read_field, read_line, read_rows
     if str(path).endswith('.npz'):
         with np.load(path) as file: held = {name: file[name].tolist() for name in file.files}
     else:
-        rows = [row for _, row in read_rows(path)]
-        held = {name: [row.get(name) for row in rows] for name in (rows[0] if rows else ())}
+        numbers = 'response_mask', 'advantages', 'token_level_rewards', 'reward', 'turn_rewards', 'turn_ids'
+        def read(row):
+            if isinstance(row, dict):                                  # tables keep lists as text, and blanks for null
+                row = {name: read_line(x) if name in numbers and isinstance(x, str) else x for name, x in row.items()
+                       if x == x and x != ''}
+            for name in numbers[:2]: read_field(row, name, list)
+            read_field(row, 'uid', (str, int, float))
+            return row
+        rows = list(parse_rows(read_rows(path, header_has=numbers), read, 'raise', []))
+        held = {name: [row.get(name) for row in rows] for name in dict.fromkeys(name for row in rows for name in row)}
     for names in (('response_mask',), ('advantages',), ('uid',), ('token_level_rewards', 'reward')):
         if not any(name in held for name in names):
             raise ValueError(f'{path} has {sorted(held)}, wanted {" or ".join(names)} too')
-    pad = lambda lists: torch.nn.utils.rnn.pad_sequence([torch.tensor(x, dtype=torch.float32) for x in lists],
-                                                        batch_first=True)
-    mask, turns = pad(held['response_mask']), None
-    turn_ids = pad(held['turn_ids']) if 'turn_ids' in held else None
+    def pad(name):
+        wrong = [i for i, x in enumerate(held[name], 1)
+                 if not isinstance(x, list) or None in x and name in ('response_mask', 'turn_ids')]
+        if wrong: raise ValueError(f'row {wrong[0]} of {path} has no list of numbers as {name}, wanted one in every row')
+        rows = [torch.tensor([math.nan if x is None else x for x in row], dtype=torch.float32) for row in held[name]]
+        return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+    mask, turns, listed = pad('response_mask'), None, ()
+    turn_ids = pad('turn_ids') if 'turn_ids' in held else None
     if 'token_level_rewards' in held:
         own = turns_from_mask(mask) if turn_ids is None else turns_from_ids(turn_ids, mask)
-        outcome, turns = rewards_of_turns(pad(held['token_level_rewards']), own)
+        outcome, turns = rewards_of_turns(pad('token_level_rewards'), own)
         if not (turns != 0).any(): turns = None
     else:
         outcome = held['reward']
-        if 'turn_rewards' in held: turns = _pad([_list_turns({'turn_rewards': x}) for x in held['turn_rewards']])
-    return Arrays(mask, held['uid'], outcome, turns, turn_ids=turn_ids), pad(held['advantages'])
+        listed = [_list_turns({'turn_rewards': x}) for x in held.get('turn_rewards', ())]
+    arrays = Arrays(mask, held['uid'], outcome, turns, turn_ids=turn_ids)
+    return _with_turns(arrays, listed), pad('advantages')
 
 def main(arguments=None):  # list of str; None: the command line's
     "`credit-rl explain FILE`: what a trainer did with what turns earned."

@@ -19,7 +19,7 @@ from .methods import METHODS, get_method
 from .options import plain
 from .parameters import make_parser
 from .parts import assign
-from .protocol import calls_in, get_protocol, last_answer, parse
+from .protocol import Protocol, calls_in, get_protocol, last_answer, parse
 from .readers import RowError, read_line, read_rows
 from .recorded import Attempts, Recording, read_recording
 from .runlog import atomic_write
@@ -28,7 +28,7 @@ from .trajectory import Group, Question, Result, Stop, Trajectory, Turn
 # %% ../nbs/7_elsewhere/83_dumps.ipynb #c005
 _GOLDS = ('answers', 'answer', 'golden_answers', 'ground_truth', 'target', 'gts', 'possible_answers')
 _KEYS = ('group_id', 'uid', 'example_id', 'id')
-_MASKS = ('completion_mask', 'env_mask', 'response_mask', 'loss_mask')
+_MASKS = ('completion_mask', 'tool_mask', 'env_mask', 'response_mask', 'loss_mask')
 _LAYOUTS = (('messages',), ('prompt', 'completion'), ('input', 'output'), ('prompt_ids', 'completion_ids'),
             ('schema_version', 'steps'), ('nodes', 'task'))
 
@@ -66,7 +66,8 @@ def _answers_in(given):
         given = kept
     while isinstance(given, dict): given = next((given[name] for name in _GOLDS if name in given), None)
     if isinstance(given, list): return [x for one in given for x in _answers_in(one)]
-    return _answers_in(given) if isinstance(given, str) else [] if _is_null(given) else [str(given)]
+    return _answers_in(given) if isinstance(given, str) else [] if _is_null(given) else [
+        str(int(given) if isinstance(given, float) and given.is_integer() else given)]               # pandas' 1969.0
 
 def _golds_of(
     row,        # dict
@@ -164,7 +165,7 @@ def _turn_rewards(row, count):
     for place in (row, *(row[name] for name in ('info', 'extra', 'metadata') if isinstance(row.get(name), dict))):
         for name in ('turn_rewards', 'step_rewards'):
             given = place.get(name)
-            if given is None: continue
+            if _is_null(given): continue
             if not isinstance(given, list) or len(given) != count:
                 raise ValueError(f'{name} must be a list with a number for each of {count} turns, got {given!r:.60}')
             return [math.nan if x is None else float(x) for x in given]
@@ -199,13 +200,13 @@ def _from_ids(
     row,        # dict with prompt_ids, completion_ids and a mask
     tokenizer,  # Hugging Face tokenizer
 ):
-    "The turns of a row of ids, by its mask: `_Dialogue`. Raises ValueError without a tokenizer, or a mask that fits."
+    "The turns of a row of ids, by its masks: `_Dialogue`. Raises ValueError without a tokenizer, or masks that fit."
     if tokenizer is None: raise ValueError('ids are read with a tokenizer: hand it over as tokenizer=…')
-    mask = next((row[name] for name in _MASKS if name in row), None)
-    ids = row['completion_ids']
-    if mask is None or len(mask) != len(ids) or not any(mask):
-        raise ValueError(f'{len(ids)} completion_ids need as many numbers in one of {", ".join(_MASKS)}, 1 where the '
-                         f'model wrote, got {"none" if mask is None else len(mask)}')
+    masks, ids = [row[name] for name in _MASKS if not _is_null(row.get(name))], row['completion_ids']
+    mask = [all(x) for x in zip(*masks)]
+    if {*map(len, masks)} != {len(ids)} or not any(mask):
+        raise ValueError(f'{len(ids)} completion_ids need as many numbers in each mask ({", ".join(_MASKS)}), 1 where '
+                         f'the model wrote, got {[*map(len, masks)] or "none"}, {sum(mask)} tokens of the model')
     cuts = [t for t in range(len(ids)) if mask[t] and (t == 0 or not mask[t - 1])] + [len(ids)]
     text, turns = lambda x: tokenizer.decode(x, skip_special_tokens=True).strip(), []
     for start, end in zip(cuts, cuts[1:]):
@@ -307,6 +308,9 @@ def _dialogue(row, protocol, tokenizer):
     if keys == ('messages',): return _from_messages(row['messages'])
     if keys[0] == 'prompt_ids': return _from_ids(row, tokenizer)
     before, after = (row[key] for key in keys)
+    if isinstance(before, list):
+        before = [m | {'role': 'example'} if isinstance(m, dict) and m.get('role') == 'assistant' else m
+                  for m in before]
     if isinstance(after, list):
         first = before if isinstance(before, list) else [{'role': 'user', 'content': before}]
         return _from_messages([*first, *after])
@@ -348,7 +352,7 @@ def read_dump(
     tokenizer: Hugging Face tokenizer, for rows of ids
     source: str, name of the data set
     """
-    protocol, words = get_protocol(protocol) if isinstance(protocol, str) else protocol, {}
+    protocol, words = protocol if isinstance(protocol, Protocol) else get_protocol(str(protocol)), {}
     encode = lambda text: tuple(words.setdefault(w, len(words)) for w in text.split())
     groups, rewards, earned, first, places = {}, {}, {}, {}, {}
     for number, row in enumerate(_rows(path), 1):
@@ -359,7 +363,7 @@ def read_dump(
             given = next((row[name] for name in ('reward', 'score') if not _is_null(row.get(name))), None)
             golds = _golds_of(row, answers, spoken.question, given is None)
             name = next((str(row[key]) for key in _KEYS if not _is_null(row.get(key))), spoken.question)
-            key = (row.get('step'), name)
+            key = (None if _is_null(row.get('step')) else row['step'], name)
             question = first.setdefault(key, (number, Question(name, spoken.question, golds, source)))
             if set(question[1].answers) != set(golds):
                 raise ValueError(f'question {name!r:.60} has the answers {golds}, and in row {question[0]} it had '

@@ -6,6 +6,7 @@ from dataclasses import replace
 from types import ModuleType, SimpleNamespace
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from torch.testing import assert_close
@@ -309,6 +310,9 @@ def test_slime_knows_a_rollout_of_several_samples_and_refuses_what_it_cannot_do(
         adapters.slime_advantages(SimpleNamespace(context_parallel_size=2), data)
     with pytest.raises(ValueError, match='slime_rewards'):
         adapters.slime_advantages(SimpleNamespace(context_parallel_size=1), {**data, 'rewards': raw})
+    for given in (None, [.5], [.5, .6, .7]):
+        with pytest.raises(ValueError, match='rollout 1 has .* for 2 turns'):
+            adapters.slime_rewards('igpo')(None, [samples[0], samples[1], slime_sample(2, 'b', [1, 0, 1], 0., given)])
 
 
 def test_prime_rl_checks_turn_rewards_and_reads_none_as_missing():
@@ -316,6 +320,8 @@ def test_prime_rl_checks_turn_rewards_and_reads_none_as_missing():
     longer = rollout(0., None)
     longer.info = {'turn_rewards': [1., 0., 0.]}
     with pytest.raises(ValueError, match='numbers'): adapters.prime_credit('tspo', [longer])
+    longer.info = {}
+    with pytest.raises(ValueError, match='1 has 0'): adapters.prime_credit('tspo', [rollout(0., [1., 0.]), longer])
     group = [rollout(0., [1., 0.]), rollout(0., [0., 0.]), rollout(0., [None, 0.])]
     found = adapters.prime_credit('tspo', group)
     close(torch.tensor(found), torch.tensor([[1., 0], [-1, 0], [0, 0]]))
@@ -513,6 +519,12 @@ def test_a_batch_in_a_file_is_explained(tmp_path, capsys):
         (tmp_path / 'batch.jsonl').write_text('\n'.join(map(json.dumps, rows)))
         adapters.main([str(tmp_path / 'batch.jsonl')])
         assert said in capsys.readouterr().out
-    (tmp_path / 'batch.jsonl').write_text('{"response_mask": [1]}')
-    with pytest.raises(SystemExit): adapters.main([str(tmp_path / 'batch.jsonl')])
-    assert 'advantages' in capsys.readouterr().err
+    pd.DataFrame(listed).to_csv(tmp_path / 'batch.csv', index=False)
+    adapters.main([str(tmp_path / 'batch.csv')])
+    assert 'grpo on outcomes alone' in capsys.readouterr().out
+    for line, words in (('{"response_mask": [1]}', 'advantages'), (json.dumps({**listed[0], 'uid': None}), 'uid'),
+                        ('{"response_mask": [1, 0', 'is not JSON'), (json.dumps(named[0]), 'turn_ids'),
+                        (json.dumps({**listed[0], 'turn_rewards': [1.]}), 'rollout 1 has 1 turn_rewards for 2 turns')):
+        (tmp_path / 'batch.jsonl').write_text(f'{json.dumps(listed[0])}\n{line}')
+        with pytest.raises(SystemExit): adapters.main([str(tmp_path / 'batch.jsonl')])
+        assert words in capsys.readouterr().err

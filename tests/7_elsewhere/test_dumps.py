@@ -1,6 +1,8 @@
 """Rollouts as others write them: marks of templates, calls in every form, scores that are none. All are read."""
 import json
+import math
 from decimal import Decimal
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -11,6 +13,7 @@ from hypothesis import strategies as st
 
 from credit_rl.command import main
 from credit_rl.dumps import dump_credit, read_dump
+from credit_rl.tiny import tiny_tokenizer
 from credit_rl.trajectory import Result, Stop
 
 CALL = '<tool_call>{"name": "search", "arguments": {"query_list": ["%s"]}}</tool_call>'
@@ -176,6 +179,7 @@ WHOLE = {'messages': [Q, *LOOK], **GOLD}
 @pytest.mark.parametrize('row, reward', [
     ({'prompt': [Q], 'completion': LOOK, 'step': 1, 'accuracy_reward': 1.}, None),                          # TRL's
     ({'example_id': 3, 'prompt': [Q], 'completion': LOOK, 'answer': 'x', 'reward': 1.}, 1.),                # prime-rl's
+    ({'prompt': [{**Q, 'content': 'Like?'}, said('<answer>y</answer>'), Q], 'completion': LOOK}, None),  # an example
     ({'prompt': 'Q?', 'answer': 'x', 'completion': '<search>a</search><information>p</information>' + DONE}, None)])
 def test_the_layouts_of_trainers_become_groups(row, reward):
     t, found = only(row, 'search-r1')
@@ -201,8 +205,9 @@ def test_bad_lines_and_empty_files_are_refused(tmp_path, text, words):
 
 
 def test_answers_can_be_handed_over_and_steps_keep_groups_apart():
-    rows = [{'messages': [Q, *LOOK], 'step': step} for step in (1, 1, 2)]
-    assert [len(g.trajectories) for g in read_dump(rows, 'search-r1', answers={'Q?': ['x']}).groups] == [2, 1]
+    rows = [{'messages': [Q, *LOOK], 'step': step} for step in (1, 1, 2, math.nan, math.nan)]
+    assert [len(g.trajectories) for g in read_dump(rows, 'search-r1', answers={'Q?': ['x']}).groups] == [2, 1, 2]
+    assert read_dump(rows, Path('search-r1'), answers={'Q?': 1969.}).groups[0].question.answers == ('1969',)
 
 
 # ---- values of other kinds, files of other kinds ----
@@ -249,6 +254,9 @@ def test_conversations_and_ids_in_a_table_are_read(tmp_path):
     frame = pd.DataFrame([{'messages': np.array(said, dtype=object), 'answer': np.array(['x']), 'uid': np.int64(3)}])
     assert read_dump(frame).groups[0].question.id == '3'
     with pytest.raises(ValueError, match='suffixes'): read_dump(tmp_path / 'd.log')
+    ids = {'prompt_ids': [5], 'completion_ids': [5, 6, 7], 'completion_mask': [1] * 3, 'tool_mask': [1, 0, 1], **GOLD}
+    t = read_dump([ids], tokenizer=tiny_tokenizer()).groups[0].trajectories[0]
+    assert [turn.action_ids for turn in t.turns] == [(5,), (7,)]
 
 
 # ---- formats of others ----
@@ -299,7 +307,7 @@ def test_a_forked_trace_is_its_last_branch_with_the_rewards_of_its_own_nodes():
                                    {'info': {'turn_rewards': [.5, None]}}, {'metadata': {'turn_rewards': [.5, None]}}])
 def test_turn_rewards_are_read_under_the_keys_that_others_use(given):
     row = talk(said(CALL % 'a'), {'role': 'tool', 'content': 'p'}, said(DONE)) | GOLD | {'reward': 1.}
-    dump = read_dump([row | given, row])
+    dump = read_dump([row | given, row | {'turn_rewards': math.nan}])
     assert dump.turns[0, 0] == .5 and dump.turns.isnan().sum() == 3
     with pytest.raises(ValueError, match='turns'): read_dump([row | {'turn_rewards': [1.]}])
 
