@@ -768,8 +768,8 @@ def _tell_runs(folders, say):
         say(f'{name}: {own["method"]}, {by} {before:.3f} → {after:.3f}, {s["seconds"] / 60:.1f} min')
     (first, (asked, base)), *others = runs.items()
     same = lambda own: all(own.get(n) == asked.get(n) for n in ('data', 'path', 'world', 'regime', 'seed', 'test_questions'))
-    gains = {f'{name} − {first}': [a - b for a, b in marked_pairs(summary['final_right'], base['final_right'])]
-             for name, (own, summary) in others if same(own)}
+    gains = {f'{name} − {first}': both for name, (own, summary) in others if same(own)
+             if (both := [a - b for a, b in marked_pairs(summary['final_right'], base['final_right'])])}
     if gains: say(f'right answers on the same test questions:\n{paired(gains).round(3).to_string()}')
     if len(differ := setting_differences(folders)): say(f'settings that differ:\n{differ.T.to_string()}')
     return 0

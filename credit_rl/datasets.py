@@ -207,7 +207,7 @@ def load_questions(
     def parse(row):
         source = row.get('data_source') if isinstance(row, dict) and not own else None
         other = find_benchmark(source.rpartition('/')[2]) if isinstance(source, str) and not is_rows_file(source) else None
-        if other and not other.file and other is not bench:                     # the row says that it is of another known set
+        if other and not other.file and other is not bench:                # the row says that it is of another known set
             others[other.name] += 1
             return None
         question, given = read_question(bench, row)
