@@ -497,7 +497,7 @@ def _own_golds(value, name):
 def _python_list(text, name):
     """A list that was written by Python's `str`, as pandas does in CSV; other texts as they are. Raises RowError on an
     array that was written so, whose strings no commas part."""
-    if not re.fullmatch(r'\s*\[\s*(["\']).*["\']\s*\]\s*', text, re.S): return text
+    if not re.fullmatch(r'\s*\[\s*["\'].*\]\s*', text, re.S): return text
     if not re.search(r'(["\'])\s+["\']', text):
         with contextlib.suppress(SyntaxError, ValueError): return ast.literal_eval(text.strip())
     raise RowError(name, f'is {text!r:.60}, a list neither of JSON nor of Python: write it as JSON')

@@ -141,7 +141,7 @@ def test_golds_of_ones_own_are_read_as_they_were_meant(tmp_path):
                            ('[sic] x', ['[sic] x'])):
         assert list(golds(written).answers) == meant
     assert golds('a', hops=2.).meta['hops'] == 2 and not golds('a', hops='²').meta
-    for written in ("['Paris' 'Lutetia']", math.nan, [math.nan, 'b'], True):
+    for written in ("['Paris' 'Lutetia']", "['Paris', None]", math.nan, [math.nan, 'b'], True):
         with pytest.raises(RowError, match='answer'): golds(written)
 
 
