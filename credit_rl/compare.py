@@ -123,7 +123,9 @@ def pack_runs(
         if there := packed_run(folder):
             if all(not (folder/n).exists() or (folder/n).read_text('utf-8') == there.get(n) for n in PACKED): continue
             raise ValueError(f'{folder} is in a table of its study already: rename one of the two')
-        if (folder/'params.yaml').exists() and not (folder/'summary.json').exists():
+        # TRL writes no summary: its run has finished where its last step is logged
+        if (folder/'params.yaml').exists() and not (folder/'summary.json').exists() and not (
+                has_metrics(folder) and read_params(folder).get('steps') in metrics_by_step(folder)):
             raise ValueError(f'{folder} has not finished: resume it, or move it away')
         if remove and (kept := [name for name in ('checkpoints', 'turns.jsonl.gz') if (folder/name).exists()]):
             raise ValueError(f'{folder} holds {" and ".join(kept)}, which no table keeps: move or remove them first')

@@ -333,6 +333,16 @@ def test_runs_of_one_name_and_runs_without_steps_are_compared_or_refused(tmp_pat
     with pytest.raises(SystemExit, match='nothing was learned'): main([str(both[0]), str(log.folder)])
 
 
+def test_a_run_of_trl_is_packed_once_its_last_step_is_logged(tmp_path):
+    "TRL writes no summary."
+    made_up(tmp_path, 'grpo', 1, finished=False)
+    cut = begun(tmp_path / 'tspo-1', steps=4)
+    cut.metrics(3, dev_em=.2)
+    with pytest.raises(ValueError, match='tspo-1'): pack_runs(tmp_path)
+    cut.metrics(4, dev_em=.2)
+    assert pack_runs(tmp_path, remove=True) == 2 and load_runs(tmp_path).groupby('run').step.max().tolist() == [4, 4]
+
+
 @pytest.mark.parametrize('where', ['table', 'removal'])
 def test_a_pack_that_was_ended_is_gone_on_with(tmp_path, monkeypatch, where):
     "Ended before the table of runs is written, after that of steps, or while it removes: what is stored reads as before."
