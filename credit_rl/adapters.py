@@ -826,9 +826,11 @@ def read_batch(path):  # file of a trainer's batch
         own = turns_from_mask(mask) if turn_ids is None else turns_from_ids(turn_ids, mask)
         outcome, turns = rewards_of_turns(pad('token_level_rewards'), own)
         if not (turns != 0).any(): turns = None
-    else:
-        outcome = held['reward']
-        listed = [_list_turns({'turn_rewards': x}) for x in held.get('turn_rewards', ())]
+    else: outcome = held['reward']
+    if 'turn_rewards' in held:
+        if turns is not None:
+            raise ValueError(f'{path} has rewards of turns as turn_rewards and in token_level_rewards: leave one out')
+        listed = [_list_turns({'turn_rewards': x}) for x in held['turn_rewards']]
     arrays = Arrays(mask, held['uid'], outcome, turns, turn_ids=turn_ids)
     return _with_turns(arrays, listed), pad('advantages')
 

@@ -8,7 +8,7 @@ __all__ = ['RENDERS', 'Observation', 'render_documents', 'render_plain', 'render
            'schema_of', 'reply_of', 'OwnTools', 'tool_of', 'reads_rows', 'own_outcome', 'find_own']
 
 # %% ../nbs/2_environment/13_tools.ipynb #c003
-import asyncio, atexit, contextlib, copy, datetime, functools, importlib, inspect, json, math, os, queue, re
+import asyncio, atexit, contextlib, copy, datetime, functools, importlib, inspect, itertools, json, math, os, queue, re
 import signal, sys, threading, time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -940,7 +940,8 @@ def reply_of(value):
         return Observation(text, [(0, len(text))], False, None if reward is None else float(reward),
                            bool(value.finished))
     if hasattr(value, '__anext__'): raise TypeError('a tool yields asynchronously: return a value')
-    if hasattr(value, '__next__'): value = list(value)
+    if hasattr(value, '__next__') and len(value := list(itertools.islice(value, 10_001))) > 10_000:
+        raise TypeError('a tool yielded more than 10,000 values')
     try: text = value if isinstance(value, str) else json.dumps(plain(value), ensure_ascii=False, default=str)
     except (TypeError, ValueError, RecursionError): text = str(value)                  # no JSON: odd keys, cycles
     return Observation(text, [(0, len(text))])

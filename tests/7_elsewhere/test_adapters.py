@@ -515,7 +515,8 @@ def test_a_batch_in_a_file_is_explained(tmp_path, capsys):
               for r, t, a in ((1., [0., 0.], 1.), (0., [1., 0.], -1.))]
     named = [{'response_mask': [1, 1, 1], 'turn_ids': [3, 3, 5], 'uid': 'q', 'advantages': [a, a, b],
               'token_level_rewards': [0., r, end]} for r, end, a, b in ((1., 0., 1., 0.), (0., 0., -1., 0.))]
-    for rows, said in ((listed, 'grpo on outcomes alone'), (named, 'what each turn earned')):
+    verl = [{**row, 'token_level_rewards': [0., 0., row.pop('reward')]} for row in map(dict, listed)]  # beside turn_rewards
+    for rows, said in ((listed, 'grpo on outcomes alone'), (verl, 'grpo on outcomes alone'), (named, 'what each turn earned')):
         (tmp_path / 'batch.jsonl').write_text('\n'.join(map(json.dumps, rows)))
         adapters.main([str(tmp_path / 'batch.jsonl')])
         assert said in capsys.readouterr().out
@@ -528,3 +529,6 @@ def test_a_batch_in_a_file_is_explained(tmp_path, capsys):
         (tmp_path / 'batch.jsonl').write_text(f'{json.dumps(listed[0])}\n{line}')
         with pytest.raises(SystemExit): adapters.main([str(tmp_path / 'batch.jsonl')])
         assert words in capsys.readouterr().err
+    (tmp_path / 'batch.jsonl').write_text('\n'.join(json.dumps({**row, 'turn_rewards': [0., 0.]}) for row in named))
+    with pytest.raises(SystemExit): adapters.main([str(tmp_path / 'batch.jsonl')])
+    assert 'leave one out' in capsys.readouterr().err
