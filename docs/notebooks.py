@@ -3,6 +3,7 @@ another leads on the site. A page lies where its file lies: nbs/1_rules/32_tspo.
 import json
 import os
 import re
+import subprocess
 from configparser import ConfigParser
 from dataclasses import dataclass
 from pathlib import Path
@@ -153,3 +154,16 @@ def notebook_nav(site):
                 for folder, paths in site.chapters.items()]
     alone = [path for path in site.notebooks if path.count('/') == 1 and path != TOUR]
     return sections + ([{'Runs, for papermill': entries(alone)}] if alone else [])
+
+
+def kept(
+    root,     # top of the repository
+    pattern,  # from there, as `Path.glob` takes it
+):
+    """The paths that match and that git keeps, sorted; all that match where `root` is no clone: list of Path. Pages and
+    tests look at these, and leave a reader's own files alone."""
+    root = Path(root)
+    found = sorted(root.glob(pattern))
+    if not (root / '.git').exists(): return found
+    names = subprocess.check_output(['git', 'ls-files', '-z'], cwd=root, text=True).split('\0')
+    return sorted({*found} & {root / name for name in names})

@@ -23,7 +23,7 @@ from credit_rl.prepare import WarmUpChoice
 from credit_rl.runlog import read_params, read_summary, read_text, stored_folders
 from credit_rl.settings import Config
 from credit_rl.sft import Imitation
-from kept import kept
+from notebooks import kept
 
 
 # ---- pages of methods ----

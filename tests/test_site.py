@@ -22,7 +22,7 @@ import build as site_build   # docs/build.py and what it is made of
 import notebooks
 import pages as site_pages
 from browser import open_tab
-from kept import kept
+from notebooks import kept
 from links import dead_links, foreign_loads
 from pages import SECTIONS, method_page, page_name, read_archive, stored_about
 

@@ -30,7 +30,7 @@ from credit_rl.true_credit import continuation_values
 from credit_rl.vspo import vspo_weights
 from credit_rl.world import make_world
 from deepspeed_steps import PlainSGD
-from pieces import learner_of
+from made_runs import learner_of
 
 
 class StubJudge:

@@ -4,13 +4,19 @@ import gzip
 import json
 import threading
 import time
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings, strategies as st
 
 from credit_rl.judge import Judge, make_judge, read_key, read_verdict
+from credit_rl.prs import parse_grounded, parse_verdict
+from credit_rl.turn_rewards import parse_ratings
 from judge_server import Stub, counted, no_proxy  # noqa: F401
 
+# replies of our own writing, by kind, each with its reading
+REPLIES = [json.loads(line) for line in (Path(__file__).parents[1] / 'fixtures/judge_replies.jsonl').open(encoding='utf-8')]
+READERS = {'reference': parse_verdict, 'grounded': parse_grounded, 'ratings': lambda reply: parse_ratings(reply, pairs=2)}
 WORDS = {'yes': 1, 'no': 0}
 MATCH, GROUNDED = dict(words={'match': 1}, plain=True), dict(words={'grounded': 1, 'invented': 0})
 
@@ -235,3 +241,10 @@ def test_long_replies_do_not_hold_a_run_up():
     for text in ('_', 'it ', 'not ', ':', '</', 'a:', 'match: ', 'verdict:', "n't", '?'):
         since = time.process_time()
         assert read_verdict(text * 4000, **MATCH) is None and time.process_time() - since < 2, text
+
+
+@pytest.mark.parametrize('kind', list(dict.fromkeys(row['kind'] for row in REPLIES)))
+def test_each_kind_of_reply_is_read_as_written_beside_it(kind):
+    rows = [row for row in REPLIES if row['kind'] == kind]
+    read = [(row['reply'], READERS[row['asks']](row['reply'])) for row in rows]
+    assert read == [(row['reply'], row['reading']) for row in rows]

@@ -29,7 +29,7 @@ from credit_rl.trajectory import Question, Result, Stop
 from credit_rl.turn_rewards import JUDGE_PROMPT
 from credit_rl.warmup import with_prompt
 from credit_rl.world import make_world
-from pieces import setup_of
+from made_runs import setup_of
 from random_models import small_qwen
 
 TOKENIZER = byte_tokenizer()

@@ -23,7 +23,6 @@ from credit_rl.scoring import AnswerTemplate
 from credit_rl.settings import make_config
 from credit_rl.train import train
 from credit_rl.trajectory import Group, example_group
-from pieces import origin_of
 from started import apart
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -103,7 +102,7 @@ def test_additions_switched_off_are_a_second_model(tmp_path, monkeypatch):
 def test_what_changes_the_weights_beside_it_needs_a_second_model():
     "PiSSA puts a part of the weights into the additions, so that the rest is not the base."
     pieces = [make_config({**SHORT, 'lora': {'r': 4, **more}}) for more in ({}, {'init_lora_weights': 'pissa'})]
-    whole, taken = (origin_of(c).load_base() for c in pieces)
+    whole, taken = (staging.origin_of(c).load_base() for c in pieces)
     assert whole == 'base' and isinstance(taken, torch.nn.Module)
 
 

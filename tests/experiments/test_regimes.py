@@ -26,7 +26,7 @@ from credit_rl.tools import Faults
 from credit_rl.setup import bound_method
 from credit_rl.trajectory import Group, Result, Stop
 from credit_rl.world import REGIMES, Regime, fact_chain, get_regime, world_of
-from pieces import learner_of
+from made_runs import learner_of
 
 CHAT = Chat(PROTOCOLS['tiny'], tiny_tokenizer())
 CODE = Chat(PROTOCOLS['carl-tiny'], tiny_tokenizer(numbers=True))

@@ -12,7 +12,7 @@ from credit_rl.prepare import make_warming
 from credit_rl.settings import make_config
 from credit_rl.runlog import MAY_CHANGE
 from credit_rl.train import train
-from kept import kept
+from notebooks import kept
 
 ROOT = Path(__file__).resolve().parents[2]
 FILES = {p.stem: p for p in kept(ROOT, 'runs/params/*.yaml')}

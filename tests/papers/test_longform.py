@@ -26,7 +26,7 @@ from credit_rl.runlog import read_metrics, read_turns
 from credit_rl.sft import Imitation, read_rollouts, rejection_sft
 from credit_rl.train import train
 from credit_rl.trajectory import Group, Question, Stop, Trajectory, Turn
-from kept import kept
+from notebooks import kept
 from paper_player import answer_of, call_of, write_model
 from test_paper_settings import unsaid
 from judge_server import Stub

@@ -40,7 +40,7 @@ from credit_rl.setup import plan_of
 from credit_rl.train import train
 from credit_rl.trajectory import example_group
 from credit_rl.warmup import read_collected
-from kept import kept
+from notebooks import kept
 from paper_player import Player, write_model, write_sets
 
 ROOT = Path(__file__).resolve().parents[2]

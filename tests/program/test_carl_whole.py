@@ -46,7 +46,7 @@ from credit_rl.trajectory import (example_group, Group, Question, Result, Stop, 
                                   trajectory_from_json, Turn)
 from credit_rl.warmup import GATE, GateReport, context_values, gold_shown, make_pairs, read_collected, read_warmed
 from papermilled import papermill, shown
-from pieces import learner_of, setup_of
+from made_runs import learner_of, setup_of
 from started import typed
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -21,7 +21,7 @@ from credit_rl.setup import real_passages, real_questions
 from credit_rl.train import train
 from credit_rl.trajectory import Group, Result, Stop, trajectory_from_json
 from credit_rl.view import show_rollout
-from pieces import setup_of
+from made_runs import setup_of
 from started import typed
 
 ROOT = Path(__file__).resolve().parents[2]

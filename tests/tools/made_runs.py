@@ -1,7 +1,9 @@
-"""Run folders as the program writes them, made in a moment: of trainings, and of evaluations; what a short run is."""
+"""Run folders as the program writes them, made in a moment: of trainings, and of evaluations; what a short run is; and
+what `begin_run` makes one after the other, for tests that want one piece of a run."""
 import json
 from pathlib import Path
 
+from credit_rl import setup
 from credit_rl.runlog import RunLog
 from credit_rl.trajectory import example_group, to_json
 
@@ -73,3 +75,13 @@ def judged(test, rate):
     (place / 'judged.json').write_text(json.dumps({'dataset': 'pairs', 'all': rates, 'multi': rates,
                                                    'simple': {**rates, 'reference_pass': None}}))
     return test
+
+
+def setup_of(config):
+    "Questions, search and model of a run of these settings."
+    return setup.make_setup(config, setup.origin_of(config), lambda line: None)
+
+
+def learner_of(config, model):
+    "The learner of a run of these settings."
+    return setup.make_learner(config, setup.origin_of(config), model)
