@@ -141,6 +141,9 @@ def mt_grpo(
     """
     check_tensors(call_reward=call_reward, outcome=outcome, turn_mask=turn_mask)
     if not 0 <= beta <= 1: raise ValueError(f'beta is a share, in [0, 1], got {beta}')
+    if not call_reward.shape == outcome.shape == turn_mask.shape[:1]:
+        raise ValueError(f'call_reward and outcome must be ({len(turn_mask)},) like the rows of turn_mask, got '
+                         f'{tuple(call_reward.shape)} and {tuple(outcome.shape)}')
     if turn_mask[:, 2:].any():
         raise ValueError('mt_grpo knows one tool call and one answer; for more turns use mt_grpo_star')
     check_turns(turn_mask, turn_mask)

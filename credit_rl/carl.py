@@ -57,12 +57,12 @@ def _by_segment(rewards, layout, seen, o):
     outcome = rewards['outcome']
     if ((outcome < 0) | (outcome > 1)).any():
         raise ValueError("CARL's critic is a chance of success: outcomes must lie in [0, 1], got "
-                         f'{outcome.min():.3g} to {outcome.max():.3g}; leave out penalties')
+                         f'{outcome.tolist()[:8]}; leave out penalties')
     values = turn_starts(seen.values, layout)
     known = torch.where(rewards['missing'], torch.nan, outcome)
     advantages = segment_advantages(values, layout.turn_mask, known, o['lam'])
     tokens = lambda turns: to_tokens(turns, layout.token_turns, layout.row_trajectory)
-    credit, counted = tokens(advantages), layout.trained & ~rewards['missing'][layout.row_trajectory, None]
+    credit, counted = tokens(advantages), layout.trained & ~(known + values[:, 0]).isnan()[layout.row_trajectory, None]
     if o['whiten']: credit = whiten(credit, counted)
     return Credit(credit, tokens(every_turn(outcome.nan_to_num(), layout)))
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, fields, replace
 import torch
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
+from .groups import is_integer
 from .trajectory import group_index, turn_counts
 from .trees import node_numbers, read_tree, states_at
 
@@ -148,6 +149,7 @@ def loss_weights(
     denominator: float; None: tokens of the batch, trajectories, or 1
     """
     if average not in AVERAGES: raise ValueError(f'average must be one of {", ".join(AVERAGES)}, got {average!r}')
+    if not is_integer(token_turns): raise ValueError(f'token_turns must be (R, T) integers, got {token_turns.dtype}')
     trained = token_turns >= 0
     n = int(row_trajectory.max()) + 1 if trajectory_weight is None else len(trajectory_weight)
     omega = torch.ones(n, device=token_turns.device) if trajectory_weight is None else trajectory_weight.float()

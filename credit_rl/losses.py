@@ -183,12 +183,12 @@ def value_loss(
         if x.shape != weights.shape:
             raise ValueError(f'{name} must be {tuple(weights.shape)} like the weights, got {tuple(x.shape)}')
     trained = weights != 0
-    v, target = torch.where(trained, widen(values), 0.0), torch.where(trained, widen(returns.detach()), 0.0)
-    if not (v.isfinite().all() and target.isfinite().all()):
-        raise ValueError('values and returns of trained tokens must be finite')
+    v, target, old = (torch.where(trained, widen(x), 0.0)
+                      for x in (values, returns.detach(), given['old_values'].detach()))
+    if not all(x.isfinite().all() for x in (v, target, old)):
+        raise ValueError('values, returns and old_values of trained tokens must be finite')
     error = (v - target) ** 2
     if clip is not None:
-        old = torch.where(trained, widen(old_values.detach()), 0.0)
         error = torch.maximum(error, (old + (v - old).clamp(-clip, clip) - target) ** 2)
     return weighted_sum(error / 2, weights)
 

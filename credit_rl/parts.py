@@ -12,7 +12,7 @@ from collections import Counter
 from dataclasses import dataclass, field, fields, replace
 from itertools import permutations
 import torch
-from .groups import at_last_turn, index_groups
+from .groups import at_last_turn, index_groups, is_integer
 from .layout import AVERAGES, pack, take
 from .options import Option, read_options, setting
 
@@ -112,7 +112,7 @@ def to_tokens(
     """Give every trained token its turn's value, others 0: (R, T).
     Raises ValueError on a turn that the table does not have, or that was not measured."""
     n, k = turn_values.shape
-    if token_turns.is_floating_point() or token_turns.ndim != 2 or (row_trajectory is None and len(token_turns) != n):
+    if not is_integer(token_turns) or token_turns.ndim != 2 or (row_trajectory is None and len(token_turns) != n):
         raise ValueError(f'token_turns must be (R, T) integers, R = {n} without row_trajectory, '
                          f'got {tuple(token_turns.shape)} {token_turns.dtype}')
     low, high = token_turns.aminmax()

@@ -33,7 +33,7 @@ def _position(label, names):
     if isinstance(label, str):
         if label not in names: raise ValueError(f'the classifier has no class {label!r}{nearest(label, names)}')
         return names.index(label)
-    if not 0 <= label < len(names):
+    if isinstance(label, bool) or not 0 <= label < len(names):
         raise ValueError(f'the classifier has {len(names)} classes, got label={label}')
     return label
 
@@ -51,7 +51,7 @@ class _Scorer:
         (score,) = self.score(['ready'])
         if score != score:
             raise ConnectionError(f'the process reward model scores nothing ({self.last_error}): start its server, or '
-                                  'mend address, name or key')
+                                  'mend address, name, key or label')
 
     def keep(self, path): pass
 
@@ -121,7 +121,7 @@ class ServerScorer(_Scorer):
     ):
         if not str(base_url).startswith(('http://', 'https://')):
             raise ValueError(f'a classifier on a server has an address such as http://localhost:8000, got {base_url!r}')
-        if isinstance(label, str): raise ValueError(f'a server names no classes: label must be an int, got {label!r}')
+        if isinstance(label, (str, bool)): raise ValueError(f'a server names no classes: label must be an int, got {label!r}')
         self.url, self.model, self.api_key = base_url.rstrip('/') + '/classify', model, api_key
         self.label, self.batch, self.timeout, self.tries = label, batch, timeout, tries
         self.counts = {'texts': 0, 'failures': 0}        # since the scorer was made; a server does not say what it cuts

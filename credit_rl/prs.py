@@ -255,7 +255,7 @@ def read_calls(
     call."""
     def called(turn): return turn.call is not None or f'<{tags[1]}>' in turn.action_text
     calls = [turn.result for turn in trajectory.turns
-             if turn.result != Result.NONE and (turn.result != Result.MALFORMED or called(turn))]
+             if turn.result not in (Result.NONE, Result.LOST) and (turn.result != Result.MALFORMED or called(turn))]
     return [result != Result.MALFORMED for result in calls], [result == Result.OK for result in calls]
 
 # %% ../nbs/1_rules/34_prs.ipynb #c039

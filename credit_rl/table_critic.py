@@ -9,7 +9,6 @@ __all__ = ['SITUATIONS', 'PARTS', 'situations', 'tally', 'table_values']
 import torch
 from .groups import index_groups
 from .options import Option
-from .outcome import outcome_rewards
 from .parts import Keeps, Reward, Row, not_summed
 from .tools import returned_texts
 from .trajectory import Result
@@ -63,16 +62,16 @@ def table_values(
 def _changes(groups, rewards, o):
     "What each segment changed of the table's value: (N, K), the last one leaving nothing; and the situations."
     found, (mask, _) = situations(groups), index_groups(groups)
-    counts = tally(found, outcome_rewards(groups, o['right']))
+    counts = tally(found, rewards['outcome'])
     if o['table'] is not None: counts = counts + torch.tensor(o['table'], dtype=counts.dtype)
-    return turn_changes(table_values(found, counts), mask), {'situations': found}
+    return turn_changes(table_values(found, counts), mask), {'situations': found, 'tallied': rewards['outcome']}
 
 PARTS = (
     Reward('table', r'V(c_{k+1}) - V(c_k)', 'ours, after CARL eq. 1', text=_changes,
            gives='changes', fits=not_summed('changes of value sum to the outcome less a constant'),
            keeps=Keeps(lambda o: torch.zeros(2, SITUATIONS).tolist(), lambda o, state: {**o, 'table': state},
                        lambda o, state, rewards, layout: (o['keep'] * (torch.tensor(state).double() + tally(
-                           rewards['situations'], rewards['outcome']))).tolist()),
+                           rewards['situations'], rewards['tallied']))).tolist()),
            options={'keep': Option(0.8, 'weight of earlier steps in the next, once for each step', least=0, most=1),
                     'table': Option(None, 'sums and counts of earlier steps; a run puts them in', list)},
            differs="a table over what only the world knows, in place of CARL's critic"),

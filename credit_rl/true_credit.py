@@ -26,7 +26,7 @@ def turn_changes(
     turn_mask,  # (N, K) bool
 ):
     """Change of the value across every turn, with value 0 after the last: (N, K), 0 outside the mask, sums −V(S_0).
-    Raises ValueError on a mask that does not fit or has holes."""
+    Beside a missing value NaN; nothing is bridged. Raises ValueError on a mask that does not fit or has holes."""
     check_turns(turn_mask, values)
     known = torch.where(turn_mask, values, 0.)
     after = torch.nn.functional.pad(known[:, 1:], (0, 1))
@@ -73,7 +73,7 @@ def distinct_states(
 def sampling_variance(
     outcomes,  # (S, M) outcome of each continuation of each state; NaN: missing
 ):
-    """Variance of the mean of each row, estimated without bias: (S,), 0 where all are alike. For sums of squares; an
+    """Variance of the mean of each row, estimated without bias: (S,), NaN of one. For sums of squares; an
     interval takes the errors of `state_values`."""
     known = outcomes.isfinite()
     count = known.sum(1)

@@ -9,8 +9,8 @@ __all__ = ['PARTS', 'check_binary', 'folr_rewards', 'turn_normalize', 'selective
 
 # %% ../nbs/1_rules/32_tspo.ipynb #c003
 import functools, math, re, torch
-from .groups import (cast_like, check_groups, check_tensors, check_turns, group_normalize, is_measured,
-                              standardize, widen)
+from .groups import (cast_like, check_groups, check_tensors, check_turns, group_normalize, is_integer,
+                              is_measured, standardize, widen)
 from .metrics import drop_punctuation, normalize
 from .readers import BLANKLESS, to_nfc
 from .tools import returned_texts
@@ -45,7 +45,7 @@ def folr_rewards(
     check_tensors(first_turn=first_turn)
     right = check_binary(outcome)
     counts = check_turns(turn_mask, turn_mask)
-    if first_turn.is_floating_point() or first_turn.shape != counts.shape or outcome.shape != counts.shape:
+    if not is_integer(first_turn) or first_turn.shape != counts.shape or outcome.shape != counts.shape:
         raise ValueError(f'outcome and first_turn must be ({len(counts)},), first_turn integer, got '
                          f'{tuple(outcome.shape)}, {tuple(first_turn.shape)} {first_turn.dtype}')
     if (first_turn < -1).any() or (first_turn >= counts).any():
@@ -108,6 +108,8 @@ def selective_advantages(
     if strategy not in ('none', 'all', 'all-wrong'):
         raise ValueError(f"strategy is 'none', 'all' or 'all-wrong', got {strategy!r}")
     check_tensors(rewards=rewards, outcome=outcome, right=right)
+    if not outcome.shape == right.shape == rewards.shape[:1]:
+        raise ValueError(f'outcome and right must be ({len(rewards)},), got {tuple(outcome.shape)}, {tuple(right.shape)}')
     by_turn = turn_normalize(rewards, turn_mask, groups, ddof=ddof, eps=eps, least=least)
     by_outcome = torch.where(turn_mask, group_normalize(outcome, groups, ddof=ddof, eps=eps, least=least)[:, None], 0.0)
     index = check_groups(groups, len(right))
@@ -269,9 +271,9 @@ def op_table(
     check_tensors(first_turn=first_turn, scored=scored)
     right, seen = check_binary(outcome) == 1, first_turn >= 0
     scored = torch.ones_like(right) if scored is None else scored
-    if first_turn.shape != outcome.shape or scored.shape != outcome.shape or scored.dtype != torch.bool:
-        raise ValueError(f'first_turn and a bool scored must be {tuple(outcome.shape)} like outcome, '
-                         f'got {tuple(first_turn.shape)} and {tuple(scored.shape)} {scored.dtype}')
+    if not is_integer(first_turn) or first_turn.shape != outcome.shape or scored.shape != outcome.shape or scored.dtype != torch.bool:
+        raise ValueError(f'integer first_turn and bool scored must be {tuple(outcome.shape)} like outcome, '
+                         f'got {tuple(first_turn.shape)} {first_turn.dtype} and {tuple(scored.shape)} {scored.dtype}')
     cell = 2 * (~seen).long() + (~right).long()
     return cell[scored].bincount(minlength=4).view(2, 2)
 
@@ -369,8 +371,8 @@ def _by_turn(rewards, layout, seen, o):
     table = rewards['outcome'][:, None] * layout.turn_mask + rewards['turns']
     if o['flat']: table = every_turn(table.sum(1) / layout.turn_mask.sum(1), layout)
     table = torch.where(rewards['missing'][:, None], torch.nan, table)
-    return selective_advantages(table, rewards['outcome'], rewards['right'], layout.turn_mask, layout.groups,
-                                o['strategy'], o['ddof'], o['eps'], o['least'])
+    return selective_advantages(table, rewards['outcome'], rewards['right'].masked_fill(rewards['missing'], 0.),
+                                layout.turn_mask, layout.groups, o['strategy'], o['ddof'], o['eps'], o['least'])
 
 # %% ../nbs/1_rules/32_tspo.ipynb #p003
 PARTS = (

@@ -28,7 +28,7 @@ def _by_turns(rewards, layout, seen, o):
     "A turn's advantage and target on each of its tokens: `Credit`."
     mask = layout.turn_mask
     known = torch.where(rewards['missing'][:, None], 0., rewards_on_last(rewards, layout)) * mask
-    values = turn_starts(seen.values, layout).nan_to_num()
+    values = torch.where(mask, turn_starts(seen.values, layout), 0.)
     advantages, targets = turn_gae(known, values, mask, o['gamma'], o['lam'])
     tokens = lambda turns: to_tokens(turns, layout.token_turns, layout.row_trajectory)
     return Credit(tokens(advantages), tokens(targets))

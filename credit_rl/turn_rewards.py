@@ -7,8 +7,9 @@ __all__ = ['JUDGE_PROMPT', 'PARTS', 'rule_rewards', 'tool_segments', 'rule_turn_
            'parse_ratings', 'rating_scores', 'judge_rewards']
 
 # %% ../nbs/1_rules/35_turn_rewards.ipynb #c003
-import json, re, torch
+import json, math, re, torch
 from functools import partial
+from .groups import is_integer
 from .judge import after_thought
 from .readers import to_nfc
 from .tools import returned_texts
@@ -96,7 +97,7 @@ def place_rewards(
 def _turn_of_token(turn_rewards, token_turns, row_trajectory):
     "Number of each trained token's turn, trajectory · K + turn: (M,) long, and where those tokens are: (R, T) bool."
     n, k = turn_rewards.shape
-    if token_turns.is_floating_point() or token_turns.ndim != 2 or not turn_rewards.is_floating_point():
+    if not is_integer(token_turns) or token_turns.ndim != 2 or not turn_rewards.is_floating_point():
         raise ValueError('turn_rewards must be (N, K) floats and token_turns (R, T) integers, got '
                          f'{turn_rewards.dtype} and {tuple(token_turns.shape)} {token_turns.dtype}')
     rows = torch.arange(len(token_turns), device=token_turns.device) if row_trajectory is None else row_trajectory
@@ -192,7 +193,7 @@ def rating_scores(
 ):
     """Weight each pair's ratings into one score (TIPS appendix E.7, u): list of S floats in [0, 1].
     Raises ValueError on weights that are negative, all 0, or not one per criterion."""
-    if min(weights) < 0 or sum(weights) <= 0 or any(len(r) != len(weights) for r in ratings):
+    if not all(0 <= w < math.inf for w in weights) or sum(weights) <= 0 or any(len(r) != len(weights) for r in ratings):
         raise ValueError(f'weights must be >= 0, not all 0, and one per criterion, got {weights} for {ratings[:1]}')
     return [sum(w * q for w, q in zip(weights, r)) / (top * sum(weights)) for r in ratings]
 
@@ -224,7 +225,7 @@ def _words(o): return judge_text(o['judge_prompt'], JUDGE_PROMPT, ('question', '
 PARTS = (
     Reward('brought', r'r_{i,k}\ \text{as the tool says}', 'ORS (ToolOutput)',
            text=lambda groups, rewards, o: torch.nn.utils.rnn.pad_sequence(
-               [torch.tensor([turn.reward or 0. for turn in t.turns]) for g in groups for t in g.trajectories], True),
+               [torch.tensor([turn.reward or 0. for turn in t.turns], dtype=torch.float32) for g in groups for t in g.trajectories], True),
            needs=lambda o: Needs(tools=True)),
     Reward('rules', r'r_{i,k} = 0.1\cdot\text{ran} + 0.15\cdot\text{gold shown}', 'TIPS appendix E.4',
            text=lambda groups, rewards, o: rule_turn_rewards(groups, partial(
@@ -234,7 +235,7 @@ PARTS = (
                     'variant': Option('answer-aware', 'or without the second term',
                                       choices=('answer-aware', 'tool-only'))}),
     Reward('judge', r'r_{i,k} = \tfrac{1}{2\sum w}\sum_c w_c q_{k,c}', 'TIPS appendix E.7',
-           check=lambda o: (check_judge(o['judge'], 'judge'), _words(o)),
+           check=lambda o: (check_judge(o['judge'], 'judge'), _words(o), rating_scores([[0, 0, 0]], o['weights'])),
            needs=lambda o: Needs(words={'judge': _words(o)}),
            text=lambda groups, rewards, o: judge_rewards(groups, make_judge(o['judge']), tuple(o['weights']), _words(o)),
            service=lambda o: make_judge(o['judge']), logs=JUDGE_LOGS,

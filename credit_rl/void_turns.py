@@ -7,7 +7,7 @@ __all__ = ['PARTS', 'void_turns', 'void_rollouts']
 
 # %% ../nbs/1_rules/45_void_turns.ipynb #v45002
 import torch
-from .parts import Sampling
+from .parts import Objective, Sampling
 from .trajectory import Stop
 
 # %% ../nbs/1_rules/45_void_turns.ipynb #v45005
@@ -31,6 +31,8 @@ def void_rollouts(
 PARTS = (
     Sampling('no-void', r'\omega_i = 1 - \mathbb 1[\text{a turn of } i \text{ neither calls nor answers}]',
              'SimpleTIR (Xue et al. 2025)', selects=False,
+             fits=lambda other, o: ('llds would pull up the rollouts that no-void leaves out' if isinstance(other, Objective)
+                                    and other.loss.llds else None),
              keep=lambda groups, rewards, o, rng: (list(range(len(groups))), (~rewards['void']).float()),
              text=lambda groups, rewards, o: {'void': void_rollouts(groups)},
              metrics=lambda batch, o: {'void_rollouts': batch.rewards['void'].float().mean().item()},

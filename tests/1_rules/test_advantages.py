@@ -18,7 +18,9 @@ from credit_rl.tspo import folr_rewards, tspo_advantages
 from credit_rl.carl import segment_advantages
 from credit_rl.information_gain import NORMS, igpo_advantages
 from credit_rl.groups import at_last_turn, discounted_suffix, group_share
+from credit_rl.layout import loss_weights
 from credit_rl.losses import kl
+from credit_rl.parts import to_tokens
 from credit_rl.trajectory import Group, Question, Trajectory, Turn, example_group
 from credit_batches import NAN, batches, cells, z
 
@@ -189,6 +191,8 @@ def test_half_measured_trajectories_infinities_and_lone_groups_are_refused():
     refused('trajectory', lambda: at_last_turn(torch.ones(3), both))
     refused('ddof', *(lambda g=g: reinforce_pp(full[0], g, ddof=3) for g in (None, pair)))
     refused('bool', lambda: group_normalize(half, pair, torch.ones(2, 2)))
+    refused('rows', lambda: mt_grpo(full[:, :1], full[0], both, pair), lambda: mt_grpo(full[0], full[0], both[:1], pair))
+    refused('integers', lambda: loss_weights(both, pair), lambda: to_tokens(full, both))
 
 
 def test_integer_rewards_are_not_truncated():

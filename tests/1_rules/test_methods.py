@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,7 +17,8 @@ from credit_rl.layout import pack
 from credit_rl.learner import FrozenModels, Learner, Optimiser, make_critic
 from credit_rl.methods import LOSSES, METHODS, REWARDS, RULES, SAMPLINGS, compose, extra_passes, get_method, refusal
 from credit_rl.models import load_model, load_tokenizer, other_words
-from credit_rl.parts import Credit, Facts, Golds, Loss, Measured, Needs, Row, assign, not_dropped
+from credit_rl.parts import Credit, Facts, Golds, Loss, Measured, Needs, Row, assign, not_dropped, turn_starts
+from credit_rl.process_model import process_texts
 from credit_rl.protocol import PROTOCOLS, Chat
 from credit_rl.rollout import rollout
 from credit_rl.runlog import RunLog, latest_checkpoint, read_metrics
@@ -506,3 +508,26 @@ def test_mt_grpo_is_a_mean_over_rollouts_of_sums_over_tokens(world, name):
     once, twice = (a_step(world, METHODS[name], groups=batch) for batch in (groups, groups * 2))
     torch.testing.assert_close(twice[2], once[2], atol=1e-6, rtol=1e-3)
     assert METHODS[name].loss.average == 'group-mean-token-sum' and once[2].norm() > 0
+
+
+def test_one_missing_number_decides_nothing_for_the_others():
+    "A right rollout without a score leaves an all-wrong group; a missing first value leaves CARL's rollout; whole numbers."
+    group = example_group()
+    right, near, lost = group.trajectories
+    bad = {*process_texts(right)} - {*process_texts(near)}
+    scorer = SimpleNamespace(score=lambda texts: [math.nan if x in bad else .5 for x in texts])
+    found = assign(compose('outcome+folr+prm/turns').bind({'prm': scorer}), [group], lambda layout, needs: None)
+    one = turn_starts(found.credit.advantages, found.layout)
+    torch.testing.assert_close(one, torch.tensor([[0., 0, 0, 0], [1, 1, 0, 0], [-1, -1, 0, 0]]), atol=1e-3, rtol=0)
+
+    def look(layout, needs):
+        values = .5 * layout.trained
+        values[0, layout.token_turns[0] == 0] = math.nan
+        return Measured(values=values)
+    whitened = assign(METHODS['carl'].bind({'whiten': True}), [group], look)
+    assert not whitened.credit.advantages[0].any() and whitened.credit.advantages[1].any()
+    with pytest.raises(ValueError): assign(METHODS['turn-ppo'].bind(), [group], look)
+
+    paid = [dataclasses.replace(t, turns=[dataclasses.replace(turn, reward=pay) for turn in t.turns]) for t, pay in ((right, 1), (near, .5))]
+    found = assign(get_method('outcome+brought/mean'), [Group(group.question, paid)], lambda layout, needs: None)
+    assert found.rewards['turns'].tolist() == [[1.] * 4, [.5] * 4]

@@ -74,7 +74,7 @@ def test_what_is_no_classifier_is_refused(tmp_path, folder):
     tokenizer = byte_tokenizer()
     small(LlamaForCausalLM, tokenizer).save_pretrained(tmp_path); tokenizer.save_pretrained(tmp_path)
     with pytest.raises(ValueError, match='classifier'): ClassifierScorer(tmp_path)
-    for label, said in (('goood', "'goood'"), (2, 'label=2')):
+    for label, said in (('goood', "'goood'"), (2, 'label=2'), (True, 'label=True')):
         with pytest.raises(ValueError, match=said): ClassifierScorer(folder, label=label)
     for wrong, said in ((None, 'wants a classifier'), ({'label': 1}, "needs 'model'"), ({'model': 'a', 'batc': 1}, 'batch'),
                         ({'base_url': 'http://h', 'model': 'a', 'api_key': 's'}, 'may not hold a key')):

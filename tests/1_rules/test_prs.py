@@ -99,6 +99,7 @@ def test_a_package_is_complete_only_whole(thought, said, tag, gap):
 
 def test_a_malformed_end_is_a_failed_answer_unless_it_opened_a_call():
     refused = {'name': 'search', 'queries': []}
+    assert read_calls(Trajectory(Q, [0], [turn(Result.OK), turn(Result.LOST)], Stop.LENGTH)) == ([True], [True])
     for text, call, parsed in (('<reasoning> so it must be', None, []), ('<tool_call> {"name"', None, [False]),
                                ('<reasoning> x </reasoning> <answer></answer>', None, []), ('', None, []),
                                ('no tag, but a call the tool refused', refused, [False])):

@@ -43,11 +43,13 @@ def test_tspo_refuses():
                 turn_mask=torch.ones(2, 2, dtype=torch.bool), groups=torch.tensor([0, 0]))
     for bad in (dict(outcome=torch.tensor([0.5, 0.])), dict(outcome=torch.tensor([NAN, 0.])), dict(strategy='mixed'),
                 dict(outcome=torch.tensor([-1., 1.])), dict(alpha=-0.1), dict(first_turn=torch.tensor([2, 0])),
-                dict(first_turn=torch.tensor([-2, 0])), dict(first_turn=torch.tensor([0., 0.]))):
+                dict(first_turn=torch.tensor([-2, 0])), dict(first_turn=torch.tensor([0., 0.])),
+                dict(first_turn=torch.tensor([True, False]))):
         with pytest.raises(ValueError): tspo_advantages(**{**args, **bad})
     mask, group, seen = torch.ones(3, 2, dtype=torch.bool), torch.zeros(3, dtype=torch.long), torch.tensor([[NAN, NAN], [1, 0], [0, 0]])
     missing = selective_advantages(seen, torch.tensor([NAN, 0., 0.]), torch.tensor([NAN, 0., 0.]), mask, group)
     torch.testing.assert_close(missing, torch.tensor([[0., 0], [1, 0], [-1, 0]]), atol=1e-5, rtol=0)     # an all-wrong group still
+    with pytest.raises(ValueError): selective_advantages(seen, torch.zeros(3, 2), torch.zeros(3), mask, group)
     for table in ([[1, 0], [2, 0]], [[0, 0], [1, 2]], [[0, 0], [0, 0]], [1, 2], [[1, -1], [2, 3]]):
         with pytest.raises(ValueError): chi_squared(table)
 
@@ -102,6 +104,6 @@ def test_op_table():
     assert math.isnan(near_miss_share([[3, 0], [1, 0]]))
     for low in (outcome.long(), outcome.bool(), outcome.bfloat16()): assert check_binary(low).dtype == torch.float32
     for bad in (dict(scored=torch.tensor([0, 1, 1, 0, 1])), dict(scored=torch.tensor([True])),
-                dict(first_turn=first[:2]), dict(outcome=outcome / 2)):
+                dict(first_turn=first[:2]), dict(outcome=outcome / 2), dict(first_turn=first.float())):
         for rule in (op_table, lambda **kw: group_misses(groups=torch.zeros(5).long(), **kw)):
             with pytest.raises(ValueError): rule(**{**dict(outcome=outcome, first_turn=first), **bad})

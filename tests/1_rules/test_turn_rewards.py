@@ -103,7 +103,7 @@ def test_placing_refuses():
             ([[1.0, 2.0]], [[0, -1]], None, 'last', r'\(0, 1\)'), ([[NAN]], [[0]], None, 'last', 'finite'),
             ([[1.0]], [[0, 1]], None, 'last', r'\[-1, 1\)'), ([[1.0]], [[0, -2]], None, 'last', r'\[-1, 1\)'),
             ([[1.0]], [[0], [0]], None, 'last', 'row_trajectory'), ([[1.0]], [[0], [0]], [0, 1], 'last', r'\[0, 1\)'),
-            ([[1.0]], [[0], [0]], [0], 'last', 'trajectory'), ([[1.0]], [[0.0]], None, 'last', 'integers'),
+            ([[1.0]], [[0], [0]], [0], 'last', 'trajectory'), ([[1.0]], [[0.0]], None, 'last', 'integers'), ([[1.0]], [[True]], None, 'last', 'integers'),
             ([[1]], [[0]], None, 'last', 'floats'), ([[1.0]], [[0]], None, 'first', 'distributed')):
         with pytest.raises(ValueError, match=message):
             place_rewards(torch.tensor(rewards), torch.tensor(table), owner and torch.tensor(owner), how)
@@ -334,6 +334,9 @@ def test_a_judges_settings_are_checked_at_the_door():
                         ({'key_from': 'NO_SUCH_KEY'}, 'export NO_SUCH_KEY'), ({'key_from': '/dev/null'}, 'is empty')):
         with pytest.raises(ValueError, match=said):
             compose('outcome+judge/calls').bind({'judge': {'base_url': 'http://h/v1', 'model': 'stub', **judge}})
+    for weights in ((1, 1), (0, 0, 0), (1, -1, 1), (NAN, 1, 1)):
+        with pytest.raises(ValueError, match='weights'):
+            compose('outcome+judge/calls').bind({'judge': {'base_url': 'http://h/v1', 'model': 'stub'}, 'weights': weights})
     for bad in (dict(retries=-1), dict(timeout=0), dict(concurrency=0), dict(deadline=0)):
         with pytest.raises(ValueError): Judge('http://127.0.0.1:1/v1', 'm', **bad)
 

@@ -53,6 +53,7 @@ def test_the_whole_rollout_leaves_and_the_others_keep_their_advantage():
 def test_a_trainers_arrays_have_no_text_and_are_refused():
     arrays = Arrays(torch.tensor([[1, 0, 1], [1, 0, 1]]), ['q', 'q'], [1., 0.])
     with pytest.raises(ValueError, match='looks'): assign_arrays('outcome/group/no-void', arrays)
+    with pytest.raises(ValueError, match='pull up'): compose('outcome/group/no-void/llds')
 
 
 def test_of_several_groups_each_rollout_has_its_own_mark():

@@ -184,7 +184,8 @@ def test_bad_input_is_refused():
             (dict(values=a * NAN), 'finite'), (dict(clip=0.2), 'together'), (dict(old_values=a), 'together'),
             (dict(clip=0.0, old_values=a), 'above 0'), (dict(clip=-1.0, old_values=a), 'above 0'),
             (dict(returns=a[:1]), 'returns'), (dict(values=a[:, :1]), 'values'),
-            (dict(clip=0.1, old_values=a[0]), 'old_values'), (dict(returns=a * math.inf), 'finite'))
+            (dict(clip=0.1, old_values=a[0]), 'old_values'), (dict(returns=a * math.inf), 'finite'),
+            (dict(clip=0.1, old_values=a * NAN), 'finite'))
     refused(kl, dict(logp=logp, ref_logp=ref), (dict(ref_logp=ref.exp()), 'probabilities'), (dict(kind='k4'), 'k3'))
     refused(overlong_penalty, dict(lengths=torch.tensor([1]), max_length=10),
             *((dict(buffer=buffer), 'buffer') for buffer in (0, -1, 11)))

@@ -68,6 +68,6 @@ def test_other_questions_are_refused():
 def test_the_table_that_a_resumed_run_reads_is_the_one_that_was_kept(games):
     keeps, found = PARTS[0].keeps, situations(games)
     own = {'right': 'em', **{name: option.default for name, option in PARTS[0].options.items()}}
-    earned = {'situations': found, 'outcome': outcome_rewards(games)}
+    earned = {'situations': found, 'tallied': outcome_rewards(games)}
     table = keeps.move(own, keeps.begin(own), earned, None)
     assert json.loads(json.dumps(table)) == table and len(table[1]) == SITUATIONS and sum(table[1]) > 16
