@@ -52,7 +52,7 @@ help:
 	@echo 'make mine      an agent that searches your documents, from the folder `mine` (FOLDER=NAME for another): a file of'
 	@echo '               questions and answers, documents, perhaps a model; called again it goes on'
 	@echo 'make compare   TSPO against GRPO on the same budget, three seeds each, with the comparison report'
-	@echo 'make carl      a critic teaches when to ask, where half of it is known, five minutes of a CPU'
+	@echo 'make carl      a critic teaches when to ask, where half of it is known, four minutes of a CPU'
 	@echo 'make real      SmolLM2 learns to search Wikipedia passages: fetch, demonstrate, fine-tune, reinforce; an hour'
 	@echo 'make reports   the reports and tables of the stored runs, runs/NAME/report.ipynb, a few minutes'
 	@echo 'make quick     the notebooks that changed, what imports them, and their short tests, two minutes'

@@ -12,8 +12,8 @@ from collections import Counter
 from dataclasses import dataclass, field, fields, replace
 from itertools import permutations
 import torch
-from .groups import at_last_turn, index_groups, is_integer
-from .layout import AVERAGES, pack, take
+from .groups import at_last_turn, index_groups
+from .layout import AVERAGES, is_integer, pack, take
 from .options import Option, read_options, setting
 
 # %% ../nbs/1_rules/29_parts.ipynb #c005

@@ -649,6 +649,7 @@ def examine(
         real = []                                                          # questions by part, and what is searched
         lacks = complaints(lambda: real.append(real_questions(c, c.seed)))
         if not lacks: say(', '.join(f'{len(v)} {k} questions' for k, v in real[0].items()))
+        if str(c.corpus).startswith('http'): say(f'asking {c.corpus} for a passage …')
         missing = complaints(lambda: real.append(real_search(c, c.protocol)))
         if not missing: say(f'search: {type(real[-1]).__name__}')
         lacks += missing

@@ -9,8 +9,9 @@ __all__ = ['PARTS', 'check_binary', 'folr_rewards', 'turn_normalize', 'selective
 
 # %% ../nbs/1_rules/32_tspo.ipynb #c003
 import functools, math, re, torch
-from .groups import (cast_like, check_groups, check_tensors, check_turns, group_normalize, is_integer,
-                              is_measured, standardize, widen)
+from .groups import (cast_like, check_groups, check_tensors, check_turns, group_normalize, is_measured,
+                              standardize, widen)
+from .layout import is_integer
 from .metrics import drop_punctuation, normalize
 from .readers import BLANKLESS, to_nfc
 from .tools import returned_texts

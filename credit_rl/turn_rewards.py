@@ -9,8 +9,8 @@ __all__ = ['JUDGE_PROMPT', 'PARTS', 'rule_rewards', 'tool_segments', 'rule_turn_
 # %% ../nbs/1_rules/35_turn_rewards.ipynb #c003
 import json, math, re, torch
 from functools import partial
-from .groups import is_integer
 from .judge import after_thought
+from .layout import is_integer
 from .readers import to_nfc
 from .tools import returned_texts
 
