@@ -761,7 +761,8 @@ def _tell_runs(folders, say):
     from credit_rl.step_metrics import marked_pairs
     runs = {str(f): (own, summary) for f, _, own, summary in each_run(folders if len(folders) > 1 else folders[0])}
     if left := [name for name, (_, summary) in runs.items() if summary is None]:
-        raise ValueError(f'{", ".join(left)}: not finished; its command with resume=true goes on with it')
+        raise ValueError(f'{", ".join(left)}: no summary; runs of TRL write none, and an unfinished run goes on by its '
+                         'command with resume=true')
     if left := [name for name, (_, summary) in runs.items() if 'final_em' not in summary]:
         raise ValueError(f'{", ".join(left)}: nothing was learned there that could be compared; give runs of train or sft')
     for name, (own, s) in runs.items():
@@ -781,7 +782,10 @@ def main(arguments=None):  # list of str; None: the command line's
     (`compare RUN OTHER …`). Returns the exit code: 1 if anything failed."""
     say, arguments = lambda text: print(text, flush=True), sys.argv[1:] if arguments is None else arguments
     try:
-        if arguments and all(Path(word).is_dir() for word in arguments): return _tell_runs(arguments, say)
+        if arguments and Path(arguments[0]).is_dir():
+            if lost := [word for word in arguments if not Path(word).is_dir()]:
+                raise ValueError(f'there is no folder {lost[0]}: give folders of runs alone, compare RUN OTHER')
+            return _tell_runs(arguments, say)
         return _compare(*_arguments(arguments), say)
     except (ValueError, FileNotFoundError) as e: sys.exit(f'credit_rl.compare: {e}')
     except KeyboardInterrupt:

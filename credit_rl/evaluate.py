@@ -146,7 +146,7 @@ class EvaluationChoice(SettingsGroup):
 class Evaluation(RunFolder, Processes, EngineChoice, Decoding, Conversation, Policy, EvaluationChoice, Source):
     "Everything that determines an evaluation."
     data: object = setting('hotpotqa', 'what is evaluated, see Source')
-    questions: Real = setting(None, 'of each set, drawn by the seed: so many, or below 1 a share; None: all')
+    questions: Real = setting(None, 'of each set, drawn by the seed: so many, or below 1 a share; None: all', above=0)
     model: str = setting(None, 'a Hugging Face folder, or a name on the hub')
     run: str = setting('runs/evaluate', 'folder of the evaluation')
 

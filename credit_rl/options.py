@@ -39,7 +39,10 @@ class Option:
         value = _at_home(value if kind is str else number(value))
         if kind is float and type(value) is int: value = float(value)
         if not isinstance(value, kind) or type(value) is bool and kind not in (bool, object):
-            raise ValueError(f'{name} must be a {kind.__name__}, got {value!r}')
+            raise ValueError(f'{name} must be a{"n" * (kind is int)} {kind.__name__}, got {value!r}')
+        if kind is list and self.default and type(self.default[0]) is float and any(
+                type(x) not in (int, float) or x != x for x in value):
+            raise ValueError(f'{name} must be a list of numbers, got {value!r}')
         if self.choices and value not in self.choices:
             raise ValueError(f'{name} must be one of {", ".join(map(str, self.choices))}, got {value!r}')
         if isinstance(value, float) and value != value: raise ValueError(f'{name} must be a number, got {value}')

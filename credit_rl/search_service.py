@@ -153,9 +153,9 @@ def _listen(host, port):
         s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         s.bind((host, port))
         s.listen(1024)
-    except OSError:
+    except (OSError, OverflowError) as e:
         s.close()
-        raise
+        raise OSError(f'port {port} of {host}: {e}; --port 0 takes a free one') from e
     return s
 
 def _uvicorn_config(app):
@@ -537,6 +537,7 @@ def main(arguments=None):  # list of str; None: the command line's
     given = vars(parser.parse_args(arguments))
     try:
         how = DenseSearch(**{name: given.pop(name) for name in options_in(DenseSearch)})
+        if given['k'] < 1: raise ValueError(f'--k is at least 1, got {given["k"]}')
         serve(**given, say=functools.partial(print, flush=True), how=None if how == DenseSearch() else how)
     except KeyboardInterrupt: pass
     except (OSError, ValueError, ImportError, RuntimeError) as e: parser.exit(1, f'credit-rl serve: {error_line(e)}\n')

@@ -23,7 +23,7 @@ from .learner import CRITICS, Optimiser, check_offload
 from .losses import kl, policy_terms
 from .methods import METHODS, get_method
 from .models import Policy, check_model, load_tokenizer, weight_files
-from .options import MOVED, SettingsGroup, flat, flat_options, options_in, read_options, setting
+from .options import MOVED, Option, SettingsGroup, flat, nearest, flat_options, options_in, read_options, setting
 from .parameters import from_settings, notebook_settings
 from .parts import Facts, Loss
 from .protocol import PROTOCOLS, reword
@@ -406,6 +406,8 @@ def check(
     if c.critic.warmed: _check_warmed(c, method)
     check_lora(c.lora)
     if c.tree: _check_tree(c.model, c.lora)
+    if c.log.pool and not Path(c.log.pool).is_dir():
+        raise ValueError(f'log.pool={c.log.pool!r} is no folder: credit-rl pool makes one')
     if c.path is not None and not Path(c.path).exists(): raise ValueError(f'path {c.path!r} does not exist')
 
 # %% ../nbs/5_run/61_settings.ipynb #c020
@@ -465,12 +467,15 @@ def _check_regime(c):
 
 def _check_world(world, seed=0):
     "Refuse arguments that `make_world` does not take, or of which it can make no world."
-    known = ('size', 'hops', 'mirrors', 'parametric', 'famous', 'famous_relations', 'easy', 'hard', 'parts',
-             'two_pages', 'twins', 'hopeless', 'nothing', 'sibling', 'lost', 'seed')
+    known = {'size': 1000, 'hops': [], 'mirrors': 0., 'parametric': 0., 'famous': 0, 'famous_relations': [], 'easy': 0,
+             'hard': 0, 'parts': [], 'two_pages': 0., 'twins': False, 'hopeless': 0., 'nothing': 0., 'sibling': 0.,
+             'lost': 0., 'seed': 0}
     for name, value in world.items():
-        if name not in known: raise ValueError(f'world takes {", ".join(known)}, got {name!r}')
         if isinstance(value, dict) and set(value) != set(SPLITS):
             raise ValueError(f'world: {name} is a number, or one for each of {", ".join(SPLITS)}, got {value}')
+        if name not in known: raise ValueError(f'world has no {name!r}{nearest(name, known)}')
+        for one in value.values() if isinstance(value, dict) else [value]:
+            Option(known[name]).read(f'world.{name}', one)
     for part in SPLITS if any(isinstance(v, dict) for v in world.values()) else ('dev',):
         world_of(world_arguments(world, part), part, seed, 2)   # twins come in twos
 
@@ -627,6 +632,13 @@ def check_lora(
             raise ValueError(f'lora: {name}={lora[name]!r} would train or change other weights than the low-rank '
                              'additions, which alone are trained and stored here: leave it out, or train all weights '
                              'with lora={}')
+    try: from peft import LoraConfig
+    except ImportError: return                                            # said where the additions are made
+    known = {field.name for field in dataclasses.fields(LoraConfig)}
+    limits = {'r': Option(8, least=1), 'lora_alpha': Option(8., above=0), 'lora_dropout': Option(0., least=0, most=.99)}
+    for name, value in lora.items():
+        if name not in known: raise ValueError(f'lora has no {name!r}{nearest(name, sorted(known))}')
+        if name in limits: limits[name].read(f'lora.{name}', value)
 
 def _check_tree(model, lora):
     "Refuse a folder's model that reads no trees, and low-rank additions that drop; one on the hub is left to its load."

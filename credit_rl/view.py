@@ -465,6 +465,9 @@ def main(
     parser.add_argument('--characters', type=int, default=20_000, help='of a text, at most')
     given = parser.parse_args(arguments)
     try:
+        if min(given.most, given.characters) < 1: raise ValueError('--most and --characters are at least 1')
+        if given.protocol and Path(given.run).is_dir():
+            raise ValueError('--protocol is of files that others wrote; a run has its own: leave it out')
         page = show_run(read(given.run, given.most, given.protocol), given.rules, characters=given.characters)
         run = Path(given.run)
         path = page.save(given.out or (run.with_suffix('.html') if run.is_file() else run/'view.html'))

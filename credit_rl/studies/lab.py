@@ -703,8 +703,11 @@ class LabChoice(SettingsGroup):
 
     def __post_init__(self):
         super().__post_init__()
+        if self.worlds == []: raise ValueError('worlds are none: leave worlds out for all, or name some')
         for name in self.worlds or (): get_trial(name)
         if self.rates is None: object.__setattr__(self, 'rates', list(_RATES[self.step]))
+        if not self.rates or not all(type(x) in (int, float) and 0 < x < math.inf for x in self.rates):
+            raise ValueError(f'rates are numbers above 0, got {self.rates}')
 
     @property
     def names(self): return list(self.worlds or TRIALS)
@@ -1115,7 +1118,8 @@ def trainable(rule):  # name of a contender
 def measured_problem(
     folder,  # of an evaluation, or of a run of training
 ):
-    "What stored rollouts say of a problem: dict with turns, right and near, by exact match. Raises ValueError without any."
+    """What stored rollouts say of a problem: dict with turns, right and, where any is wrong, near, by exact match. Raises
+    ValueError without any."""
     tries = {}
     for row in (row for path in sorted(Path(folder).rglob('turns.jsonl.gz')) for row in read_turns(path.parent)):
         if row['kind'] not in ('evaluate', 'train'): continue
@@ -1126,7 +1130,7 @@ def measured_problem(
     mask, owner = index_groups(groups)
     outcome = outcome_rewards(groups, 'em')
     near = near_miss_statistics(outcome.round().long(), first_turns(groups), mask, owner)['near_miss']
-    return {'turns': mask.sum(1).float().mean().item(), 'right': outcome.mean().item(), 'near': near if near == near else 0.}
+    return {'turns': mask.sum(1).float().mean().item(), 'right': outcome.mean().item(), **({'near': near} if near == near else {})}
 
 def which(
     problem,  # dict with turns, right, near, parts, as for nearest_worlds
@@ -1167,6 +1171,7 @@ def which_main(arguments=None):
         if missing := [name for name in ('turns', 'right', 'near') if name not in found]:
             raise ValueError(f'{", ".join(missing)} is not known: give it, or run= with the folder of rollouts')
         table = lab_table(how.lab)
+        if table.seeds.isna().all(): raise ValueError(f'in {how.lab} nothing was learned: credit-rl lab run={how.lab}')
         rows, said = which(found | {'parts': how.pays_parts}, table, how.worlds)
     except (ValueError, OSError) as e: sys.exit(f'credit_rl.studies.lab: {e}')
     print('your problem: ' + ', '.join(f'{name} {x:.3g}' for name, x in found.items()))

@@ -20,7 +20,7 @@ from ..environment import Source, as_played
 from ..estimate import Load, TrainingPlan, likely_load, memory, read_sizes, step_seconds
 from ..evaluate import Evaluation, check_evaluation, count_asked, read_manifest, read_scores, set_names
 from ..jobs import Job, last_words, run_jobs
-from ..options import dotted, flat, options_in
+from ..options import MOVED, dotted, flat, flat_options, nearest, options_in
 from ..parameters import by_group, from_settings, make_parser, read_settings
 from ..prepare import Warming, warm_work
 from ..runlog import MAY_CHANGE, FolderInUse, check_free, lasting, read_params, read_summary
@@ -295,10 +295,25 @@ def _folder_name(file, changes):  # str; dict
     name = ','.join([file, *(f'{n.removeprefix("options.")}={text(v)}' for n, v in changes.items() if n not in _FREE)])
     return name if len(name) <= 80 else f'{name[:71]}~{zlib.crc32(name.encode()):08x}'
 
+def _read_over(over):  # dict name -> value
+    "Settings over those of files by their names of today: dict. Raises ValueError on what no run, or test, has."
+    found = {}
+    for name, value in over.items():
+        own, before = name.removeprefix('tests.'), 'tests.' if name.startswith('tests.') else ''
+        kinds = [kind for verb in (('evaluate', 'longform') if before else _KINDS) for kind in _KINDS[verb]]
+        known = {n: option for kind in kinds for n, option in (options_in(kind) | flat_options(kind)).items()}
+        own = own if own in known or name == 'judge' else MOVED.get(own, own)
+        head = known.get(own.partition('.')[0])
+        if name != 'judge' and own not in known and (head is None or dataclasses.is_dataclass(head.kind)):
+            raise ValueError(f'no {"test" if before else "run"} has the setting {own!r}{nearest(own, known)}')
+        found[before + own] = known[own].read(name, value) if before and own in known else value
+    return found
+
 class _Planner:
     "Makes the works of a paper's runs and tests."
     def __init__(self, paper, root, small, over):
         self.paper, self.spec, self.root, self.small = paper, read_paper(paper), Path(root), small
+        over = _read_over(over)
         self.tested = {n[6:]: v for n, v in over.items() if n.startswith('tests.')}
         self.trained = {n: v for n, v in over.items() if n != 'judge' and not n.startswith('tests.')}
         self.judge = over.get('judge')

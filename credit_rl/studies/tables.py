@@ -24,7 +24,7 @@ from ..outcome import outcome_of
 from ..parameters import enter_project, make_parser
 from ..potentials import ModelShape, scoring_flops
 from ..prepare import calibration_pairs, is_warmup
-from ..runlog import METRICS, read_json, read_params, read_summary, read_turns
+from ..runlog import METRICS, load_yaml, read_json, read_params, read_summary, read_turns
 from ..setup import base_folder
 from ..significance import mean_interval
 from ..step_metrics import known_tiers
@@ -839,7 +839,8 @@ def main(arguments=None, draw=False):  # list of str; None: the command line's; 
     enter_project()
     given = parser.parse_intermixed_args(arguments)
     given.draw, given.runs = given.draw or draw, given.runs or ('runs/small' if given.small else 'runs/papers')
-    over = {n: yaml.safe_load(v) for n, _, v in (w.partition('=') for w in given.words if '=' in w)}
+    try: over = {n: load_yaml(v, n, typed=True) for n, _, v in (w.partition('=') for w in given.words if '=' in w)}
+    except yaml.YAMLError as e: parser.error(' '.join(str(e).split()))
     names, fine = [w for w in given.words if '=' not in w], True
     try:
         for entry in [find_entry(given.paper, n) for n in names] or entries(given.paper):

@@ -383,7 +383,7 @@ def test_which_sets_are_meant():
     assert set(BENCHMARKS) - set(COMMON) == {'browsecompplus', 'real'}
     assert set_names('all') == COMMON and set_names('tspo') == list(SEVEN)
     assert set_names('GSM8K, Hotpot-QA,gsm8k') == set_names(['gsm8k', 'hotpotqa']) == ['gsm8k', 'hotpotqa']
-    with pytest.raises(ValueError, match='must be a int'):
+    with pytest.raises(ValueError, match='must be an int'):
         from_settings(Evaluation, {'seed': 1.5})
 
 

@@ -34,6 +34,11 @@ def test_settings_that_train_more_than_additions_are_refused(settings, tied):
         check(make_config({'lora': {'r': 2, **settings}, 'model': 'data/tiny_base'}))
 
 
+@pytest.mark.parametrize('wrong', [{'rr': 8}, {'r': '8'}, {'r': 0}, {'alpha': 16}, {'lora_dropout': 2}])
+def test_what_peft_does_not_take_is_refused_before_a_model_is_loaded(wrong):
+    with pytest.raises(ValueError, match=next(iter(wrong))): check(make_config({'lora': wrong, 'model': 'data/tiny_base'}))
+
+
 @pytest.mark.parametrize('settings', BOTH)
 def test_an_addition_to_tied_embeddings_is_refused(settings):
     with pytest.raises(ValueError, match='reading'):

@@ -331,6 +331,7 @@ def test_runs_of_one_name_and_runs_without_steps_are_compared_or_refused(tmp_pat
     log.summary({'passed': True})
     assert [f.name for f in common_seeds(tmp_path / 'a')[0]] == ['grpo-1']
     with pytest.raises(SystemExit, match='nothing was learned'): main([str(both[0]), str(log.folder)])
+    with pytest.raises(SystemExit, match='nowhere'): main([str(both[0]), str(tmp_path / 'nowhere')])
 
 
 def test_a_run_of_trl_is_packed_once_its_last_step_is_logged(tmp_path):

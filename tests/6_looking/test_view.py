@@ -222,7 +222,8 @@ def test_long_texts_are_cut_and_say_so(tmp_path):
 
 def test_the_command_says_what_is_wrong(tmp_path, capsys):
     folder = example_run(tmp_path / 'run')
-    for wrong, said in (([str(tmp_path / 'none')], 'holds no turns.jsonl.gz'), ([str(folder), '--rules', 'grop'], 'grpo')):
+    for wrong, said in (([str(tmp_path / 'none')], 'holds no turns.jsonl.gz'), ([str(folder), '--rules', 'grop'], 'grpo'),
+                        ([str(folder), '--most', '0'], '--most'), ([str(folder), '--protocol', 'tips'], '--protocol')):
         with pytest.raises(SystemExit) as end: main(wrong)
         assert end.value.code == 1 and said in capsys.readouterr().err
 

@@ -414,6 +414,8 @@ def test_an_interrupted_lab_goes_on(little, tmp_path):
 def test_other_settings_and_other_worlds_are_refused(little):
     with pytest.raises(ValueError, match='settings'): run_lab(dataclasses.replace(little[0], fresh=5))
     with pytest.raises(ValueError, match="'parts"): LabChoice(worlds=['parts one'])
+    for wrong in (dict(rates=[-1.]), dict(rates=[]), dict(rates=['a']), dict(worlds=[])):
+        with pytest.raises(ValueError, match=next(iter(wrong))): LabChoice(**wrong)
     with pytest.raises(ValueError, match='critic'): get_contender('grpo (warm)')
     for name, trial in (TRIALS | FORETOLD).items():
         for rule in trial.rules: assert get_contender(rule).name == rule, name

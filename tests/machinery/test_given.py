@@ -1,6 +1,7 @@
 "Nothing given is dropped: whatever a notebook's cell or a command line hands over is used as meant, or named."
 import collections
 import fractions
+import math
 import pathlib
 import random
 import re
@@ -69,6 +70,8 @@ def test_values_of_other_kinds_reach_a_run_as_pythons_own():
                           'world': collections.OrderedDict(famous={'train': np.int64(3), 'dev': 3, 'test': 3})})
     assert type(config.learning_rate) is float and type(config.options['alpha']) is float
     assert type(config.world['famous']['train']) is int and type(config.world) is dict
+    for wrong in (['a', .9], [.9, math.nan], [True, .9]):
+        with pytest.raises(ValueError, match='betas'): make_config({'adamw.betas': wrong})
     assert Option(1.).read('w', np.longdouble(.5)) == .5 and Option(None).read('any', (np.int8(1),)) == [1]
 
 

@@ -135,6 +135,9 @@ def test_a_folder_says_what_is_set_over_its_file():
     train, export, test = rows[0].works
     assert 'ranks=1' in test.words and 'questions=20' in test.words and f'model={export.folder}/model' in test.words
     assert rows[0].test.name.endswith('@best@eval_tspo,questions=20')
+    for wrong in ('rank', 'critic.foo', 'tests.question', 'tests.steps'):
+        with pytest.raises(ValueError, match=wrong.removeprefix('tests.')):
+            plan_entry(find_entry('tspo', 'table 4'), 'x', over={wrong: 3})
     # what doesn't fit into a name is told apart by a checksum
     much = {f'tests.{n}': 'x' * 30 for n in ('protocol', 'system_prompt', 'user_prompt', 'baseline')}
     names = [plan_entry(find_entry('tspo', 'table 4'), 'x', over={**much, 'tests.seed': n})[0].test.name for n in (1, 2)]
