@@ -470,7 +470,7 @@ def watch_signals(folder):
     def hear(number, frame):
         if heard and not rank: sys.exit(128 + number)      # asked twice
         heard.append(number)
-        if not rank: print('told to end: after this step; a second signal ends at once', file=sys.stderr, flush=True)
+        if not rank: os.write(2, b'told to end: after this step; a second signal ends at once\n')   # a print may be under way
     for s in ours: signal.signal(s, hear)
     if rank and ours: _end_unless(file.exists)
     try: yield lambda: (int(file.read_text()) if file.exists() else 0) if rank else next(iter(heard), 0)

@@ -23,7 +23,7 @@ from .learner import CRITICS, Optimiser, check_offload
 from .losses import kl, policy_terms
 from .methods import METHODS, get_method
 from .models import Policy, check_model, load_tokenizer, weight_files
-from .options import MOVED, Option, SettingsGroup, flat, nearest, flat_options, options_in, read_options, setting
+from .options import MOVED, Option, SettingsGroup, flat, flat_options, nearest, options_in, read_options, setting
 from .parameters import from_settings, notebook_settings
 from .parts import Facts, Loss
 from .protocol import PROTOCOLS, reword
