@@ -26,8 +26,8 @@ class SamplingParams:
     stop: tuple = ()          # strings; generation ends with the token that completes one
 
     def __post_init__(self):
-        if not self.temperature > 0:
-            raise ValueError(f'temperature must be above 0, got {self.temperature}; for the most probable token use '
+        if not 0 < self.temperature < float('inf'):
+            raise ValueError(f'temperature must be above 0 and finite, got {self.temperature}; for the most probable token use '
                              'greedy=True')
         if not 0 < self.top_p <= 1: raise ValueError(f'top_p must be in (0, 1], got {self.top_p}')
         if self.top_k < 0 or self.max_tokens < 1:

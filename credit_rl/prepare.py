@@ -23,7 +23,7 @@ from .learner import BadStep, FrozenModels, only_data
 from .losses import kl
 from .methods import get_method
 from .models import load_model
-from .options import flat, flat_options, options_in, setting
+from .options import FINITE, flat, flat_options, options_in, setting
 from .outcome import outcome_rewards
 from .parameters import by_group, error_line, from_settings, make_parser, notebook_settings, read_settings
 from .parts import Needs
@@ -53,8 +53,8 @@ class WarmUpChoice(Collection):
     warm_every: int = setting(25, 'steps between examinations, each with a checkpoint', least=1)
     warm_batch: int = setting(256, '(state, return) pairs a step', least=1)
     warm_rise: int = setting(100, 'first steps, over which the rates rise', least=0)
-    head_rate: float = setting(5e-6, 'learning rate of the head', least=0)
-    backbone_rate: float = setting(5e-7, 'of the backbone; 0: it stays as it is', least=0)
+    head_rate: float = setting(5e-6, 'learning rate of the head', least=0, most=FINITE)
+    backbone_rate: float = setting(5e-7, 'of the backbone; 0: it stays as it is', least=0, most=FINITE)
     must_pass: bool = setting(True, 'False: keep the last critic, whatever it says, for an ablation')
 
     def __post_init__(self):

@@ -23,7 +23,8 @@ from .learner import CRITICS, Optimiser, check_offload
 from .losses import kl, policy_terms
 from .methods import METHODS, get_method
 from .models import Policy, check_model, load_tokenizer, weight_files
-from .options import MOVED, Option, SettingsGroup, flat, flat_options, nearest, options_in, read_options, setting
+from .options import (FINITE, MOVED, Option, SettingsGroup, flat, flat_options, nearest, options_in, read_options,
+                               setting)
 from .parameters import from_settings, notebook_settings
 from .parts import Facts, Loss
 from .protocol import PROTOCOLS, reword
@@ -185,9 +186,10 @@ class CriticChoice(SettingsGroup):
                               "backbone); None: the method's own", choices=CRITICS)
     step: str = setting('apart', "'apart': policy and critic have an AdamW each, with clips of their own; "
                                         "'together': one AdamW and one clip for both", choices=('apart', 'together'))
-    rate: float = setting(None, "learning rate of the critic's head; None: learning_rate", least=0)
+    rate: float = setting(None, "learning rate of the critic's head; None: learning_rate", least=0,
+                          most=FINITE)
     backbone_rate: float = setting(None, 'of the model that it reads with, by its loss; None: rate',
-                                          least=0)
+                                   least=0, most=FINITE)
     clip: float = setting(None, "gradient norm of a critic that steps apart; None: clip", above=0)
     mix: float = setting(None, "together: what a critic's gradient into a shared backbone is multiplied by; "
                                       "None: the method's own; 0: the backbone is the policy's alone")
@@ -227,7 +229,7 @@ class TeacherChoice(SettingsGroup):
 class AdamWChoice(SettingsGroup):
     "How a gradient is followed."
     warmup: int = setting(0, 'optimiser updates over which the learning rate rises', least=0)
-    weight_decay: float = setting(0.0, 'weight decay', least=0)
+    weight_decay: float = setting(0.0, 'weight decay', least=0, most=FINITE)
     betas: list = setting([0.9, 0.95], 'of its two averages')
     clip: float = setting(1.0, 'gradient norm', above=0)
 
@@ -241,7 +243,7 @@ class Learning(SettingsGroup):
     "How a step goes."
     questions_per_step: int = setting(24, 'questions played in a step', least=1)
     group_size: int = setting(8, 'attempts at each', least=1)
-    learning_rate: float = setting(None, 'of the policy; None: by the model', above=0)
+    learning_rate: float = setting(None, 'of the policy; None: by the model', above=0, most=FINITE)
     adamw: AdamWChoice = setting(AdamWChoice(), 'how it is followed')
     minibatches: int = setting(2, 'updates that a batch is dealt out to', least=1)
     epochs: int = setting(1, 'times through the batch', least=1)
@@ -250,7 +252,7 @@ class Learning(SettingsGroup):
     tree: bool = setting(False, 'tokens that rows share, as a prompt, are computed once, forward and backward; then '
                                 'row_tokens counts each once')
     average: str = setting(None, "of the loss; None: the method's own", choices=AVERAGES)
-    kl: float = setting(None, "weight of the KL term; None: the method's own", least=0)
+    kl: float = setting(None, "weight of the KL term; None: the method's own", least=0, most=FINITE)
     loss: dict = setting({}, "other fields of Loss, e.g. {'clip_high': 0.28, 'entropy': 0.001}")
     recompute: bool = setting(False, "old log-probabilities by a forward of the learner instead of the engine's own; "
                                      "with engine='vllm' or ahead always")
@@ -423,8 +425,8 @@ def world_arguments(world, part):
 def _check_unread(task):
     "Refuse settings that the chosen data does not read; a stored run goes on with them, as it was begun."
     tiny, direct = task.data == 'tiny', task.protocol == 'direct'
-    unread = ('path', 'columns', 'corpus', 'cut', 'dense', 'patience', 'mix', 'splits') if tiny else \
-        ('world', *(('corpus', 'cut', 'dense', 'patience') if direct else ()))
+    unread = ('path', 'columns', 'corpus', 'cut', 'dense', 'patience', 'mix', 'splits', 'tokens', 'observation', 'template') \
+        if tiny else ('world', *(('corpus', 'cut', 'dense', 'patience', 'observation') if direct else ()))
     options = options_in(type(task))
     for name in unread:
         if (value := getattr(task, name)) == options[name].default or value is None: continue

@@ -23,7 +23,7 @@ from .launch import (LaunchError, Progress, SaveTimes, is_rank, play_parts, read
 from .layout import pack
 from .learner import BadStep, Learner, Optimiser
 from .models import load_model, load_tokenizer, tokenizer_hash, write_model
-from .options import SettingsGroup, flat, flat_options, nearest, options_in, setting
+from .options import FINITE, SettingsGroup, flat, flat_options, nearest, options_in, setting
 from .outcome import outcome_rewards
 from .parameters import by_group, error_line, from_settings, make_parser, read_settings
 from .parts import Credit, Loss
@@ -73,7 +73,7 @@ class Imitation(SettingsGroup):
     per_question: int = setting(4, 'most right ones of each that are kept', least=1)
     calls: bool = setting(False, 'keep of own ones those alone that call a tool')
     epochs: int = setting(2, 'times through the rollouts', least=1)
-    learning_rate: float = setting(1e-3, 'at its highest; it falls as a cosine', above=0)
+    learning_rate: float = setting(1e-3, 'at its highest; it falls as a cosine', above=0, most=FINITE)
     batch: int = setting(32, 'rollouts per update', least=1)
     compute: str = setting('float32', "numbers in which forwards multiply; 'fastest': bfloat16 where this processor "
                                       'has instructions for it', choices=_COMPUTE)

@@ -12,13 +12,13 @@ import contextlib, importlib.util, json, math, os, queue, random, re, signal, so
 import warnings
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 import torch
 from .engine import (FinishedTurn, SamplingParams, check_numbers, check_request, continue_prompts, seed_of,
                               stop_tokens)
 from .launch import LAUNCHER, free_port, is_rank
 from .models import end_ids, tied_weight
-from .options import SettingsGroup, setting
+from .options import SettingsGroup, options_in, read_options, setting
 
 # %% ../nbs/machinery/21_vllm_engine.ipynb #c010
 def _check_sampling(sampling):  # Sampling
@@ -378,14 +378,11 @@ def check_vllm_settings(
 ):
     """Refuse what a run tells its vLLM engine, and vLLM where it is not installed, before anything is loaded. Raises
     ValueError."""
-    takes = [f.name for f in fields(VLLMSettings)]
     if 'devices' in settings:
         raise ValueError("GPUs of its own are for vLLM's servers: give engine='served' and "
                          f"serve={{'gpus': {settings['devices']!r}}} in place of devices")
-    if unknown := [k for k in settings if k not in takes]:
-        raise ValueError(f'vllm takes {", ".join(takes)}, got {", ".join(map(repr, unknown))}')
     _check_sampling(sampling)
-    batch = VLLMSettings(**settings).arguments.get('max_num_batched_tokens', max_tokens)
+    batch = VLLMSettings(**read_options('vllm', options_in(VLLMSettings), settings)).arguments.get('max_num_batched_tokens', max_tokens)
     if batch < max_tokens and not torch.cuda.is_available():
         raise ValueError('vLLM reads prompts whole on a CPU, so max_num_batched_tokens must be at least '
                          f'max_tokens={max_tokens}, got {batch}')
@@ -864,7 +861,7 @@ def _is_loopback(url): return bool(re.match(r'https?://(127\.|localhost|\[::1\])
 @dataclass(frozen=True)
 class ServeSettings:
     "How vLLM's servers are started on this host, and what they get. Raises ValueError on what contradicts itself."
-    gpus: str = None               # '4-7' or '4,5', by number among those that this process sees; None: no GPU
+    gpus: object = None            # '4-7' or '4,5', by number among those that this process sees; None: no GPU
     tensor_parallel_size: int = 1  # GPUs of a server
     replicas: int = None           # servers; None: as many as the GPUs hold, without them 1
     sleep_level: int = 0           # as of VLLMSettings, for servers on the learner's own GPUs
@@ -930,11 +927,8 @@ def check_served(
     world=1,   # ranks of all hosts
 ):
     """Refuse what a run says of vLLM's own servers: `ServeSettings`. Raises ValueError."""
-    takes = [f.name for f in fields(ServeSettings)]
-    if unknown := [k for k in serve if k not in takes]:
-        raise ValueError(f'serve takes {", ".join(takes)}, got {", ".join(map(repr, unknown))}')
     _check_sampling(sampling)
-    found, starts = ServeSettings(**serve), any(k in serve for k in ('gpus', 'replicas', 'tensor_parallel_size'))
+    found, starts = ServeSettings(**read_options('serve', options_in(ServeSettings), serve)), any(k in serve for k in ('gpus', 'replicas', 'tensor_parallel_size'))
     if starts == bool(servers):
         raise ValueError("engine='served' wants either serve, as in {gpus: '4-7', tensor_parallel_size: 2}, where the run "
                          f'starts servers, or servers, their urls: got serve={serve} and servers={servers}')

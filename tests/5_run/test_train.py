@@ -524,7 +524,8 @@ def test_each_rank_gives_its_vllm_its_own_gpu(monkeypatch):
 
 
 SERVED = {   # what is refused of vLLM's own servers, by a word of the message
-    'either': {}, 'either ': {'serve': {'replicas': 1}, 'servers': ['http://127.0.0.1:9']}, 'serve takes': {'serve': {'tp': 2}},
+    'either': {}, 'either ': {'serve': {'replicas': 1}, 'servers': ['http://127.0.0.1:9']}, 'serve has no': {'serve': {'tp': 2}},
+    'replicas must': {'serve': {'gpus': '0', 'replicas': 'two'}}, 'own_process': {'engine': 'vllm', 'vllm': {'own_process': 'no'}},
     'tensor_parallel_size=2': {'serve': {'tensor_parallel_size': 2}}, 'sees 0 GPUs': {'serve': {'gpus': '0'}},
     'such as http': {'servers': ['127.0.0.1:9']}, 'lora': {'servers': ['http://127.0.0.1:9'], 'lora': {'r': 2}},
     'engine': {'engine': 'hf', 'servers': ['http://127.0.0.1:9']}, 'devices': {'engine': 'vllm', 'vllm': {'devices': '0'}},

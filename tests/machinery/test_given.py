@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from credit_rl.options import Option, flat, flat_options, options_in
 from credit_rl.parameters import by_group, make_parser, notebook_settings, read_settings
-from credit_rl.settings import Config, make_config, read_parameters
+from credit_rl.settings import Config, check, make_config, read_parameters
 
 MODEST = {int: lambda rng: rng.randrange(1, 9), float: lambda rng: rng.choice([.5, 2 ** -20, 1.]),
           bool: lambda rng: rng.random() < .5, str: lambda rng: rng.choice(['runs/mine', 'a b', 'runs/try #5']),
@@ -73,6 +73,12 @@ def test_values_of_other_kinds_reach_a_run_as_pythons_own():
     for wrong in (['a', .9], [.9, math.nan], [True, .9]):
         with pytest.raises(ValueError, match='betas'): make_config({'adamw.betas': wrong})
     assert Option(1.).read('w', np.longdouble(.5)) == .5 and Option(None).read('any', (np.int8(1),)) == [1]
+
+
+@pytest.mark.parametrize('name', ['learning_rate', 'kl', 'temperature', 'critic.rate', 'adamw.weight_decay'])
+def test_an_infinite_rate_is_refused(name):
+    with pytest.raises(ValueError, match=name): check(make_config({name: math.inf}))
+    check(make_config({'adamw.clip': math.inf}))                          # no clip at all
 
 
 # ---- what is typed on a command line ----
