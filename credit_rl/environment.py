@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['spell_own', 'Source', 'open_search', 'is_searched', 'ProgramLimits', 'ObservationChoice', 'Messages', 'PromptFiles',
-           'Template', 'Conversation', 'asked_protocol', 'protocol_row', 'playing', 'as_played', 'NoSearch',
-           'make_environment']
+           'Template', 'Conversation', 'asked_protocol', 'protocol_row', 'refuse_unread', 'check_direct', 'playing',
+           'as_played', 'NoSearch', 'make_environment']
 
 # %% ../nbs/2_environment/26_environment.ipynb #e002
 import dataclasses, shutil
@@ -244,6 +244,23 @@ def protocol_row(name):
     "The `Protocol` of a row of PROTOCOLS or of a file that is there; None for other names, and where none is given."
     there = name in PROTOCOLS or (name or '').endswith(('.yaml', '.yml')) and Path(name).is_file()
     return get_protocol(name) if there else None
+
+def refuse_unread(
+    how,    # Conversation and Source
+    names,  # of its settings that something else given leaves unread
+    why,    # str, what that is
+    mend,   # str, what to do but to leave them out
+):
+    "Refuse settings that would not be read. Raises ValueError."
+    options = options_in(type(how))
+    for name in names:
+        if (value := getattr(how, name)) != options[name].default and value is not None:
+            raise ValueError(f'{why}, so {name}={value!r} would not be read: leave it out, or {mend}')
+
+def check_direct(how):
+    "Refuse what says how to search where protocol='direct' does not. Raises ValueError."
+    if how.protocol == 'direct': refuse_unread(how, ('corpus', 'cut', 'dense', 'patience'),
+                                               "protocol='direct' asks without a search", 'take a protocol that searches')
 
 # %% ../nbs/2_environment/26_environment.ipynb #ep262
 def _map(value, f): return {k: f(v) for k, v in value.items()} if isinstance(value, dict) else f(value)

@@ -18,7 +18,7 @@ import numpy as np, torch
 from .benchmarks import BENCHMARKS, get_benchmark
 from .datasets import MIXTURES, load_questions, subsample
 from .engine import Decoding, HFEngine, SamplingParams
-from .environment import (Conversation, ProgramLimits, Source, as_played, asked_protocol, is_searched,
+from .environment import (Conversation, ProgramLimits, Source, as_played, asked_protocol, check_direct, is_searched,
                                    make_environment, open_search)
 from .launch import (LaunchError, Processes, Progress, Ranks, check_hosts, check_threads, is_rank, on_ranks,
                               set_torch, speak)
@@ -211,6 +211,7 @@ def check_evaluation(settings):  # Evaluation
     check_hosts(s.ranks, s.hosts.count, s.hosts.endpoint)
     check_threads(s.torch.threads)
     read_template(s.template.name)
+    check_direct(s)
     for name in set_names(s.data):
         for what in ('path', 'corpus'): _place(name, getattr(s, what), what)
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from .benchmarks import find_benchmark, get_benchmark, with_columns
 from .engine import Decoding, SamplingParams
-from .environment import Conversation, Source, as_played, asked_protocol, protocol_row
+from .environment import Conversation, Source, as_played, asked_protocol, check_direct, protocol_row, refuse_unread
 from .launch import Processes, check_hosts, check_threads
 from .layout import AVERAGES
 from .learner import CRITICS, Optimiser, check_offload
@@ -424,16 +424,11 @@ def world_arguments(world, part):
 
 def _check_unread(task):
     "Refuse settings that the chosen data does not read; a stored run goes on with them, as it was begun."
-    tiny, direct = task.data == 'tiny', task.protocol == 'direct'
-    unread = ('path', 'columns', 'corpus', 'cut', 'dense', 'patience', 'mix', 'splits', 'tokens', 'observation', 'template') \
-        if tiny else ('world', *(('corpus', 'cut', 'dense', 'patience', 'observation') if direct else ()))
-    options = options_in(type(task))
-    for name in unread:
-        if (value := getattr(task, name)) == options[name].default or value is None: continue
-        why = ("data='tiny' makes its own questions and passages", 'name the set that they are of by data=NAME') if tiny \
-            else (f"world is of data='tiny', and data is {task.data!r}", "give data='tiny'") if name == 'world' else \
-            ("protocol='direct' asks without a search", 'take a protocol that searches')
-        raise ValueError(f'{why[0]}, so {name}={value!r} would not be read: leave it out, or {why[1]}')
+    if task.data != 'tiny':
+        refuse_unread(task, ['world'], f"world is of data='tiny', and data is {task.data!r}", "give data='tiny'")
+        return check_direct(task)
+    names = ('path', 'columns', 'corpus', 'cut', 'dense', 'patience', 'mix', 'splits', 'tokens', 'observation', 'template')
+    refuse_unread(task, names, "data='tiny' makes its own questions and passages", 'name the set that they are of by data=NAME')
 
 def _check_sets(task):
     "Refuse data sets that are unknown or cannot be mixed."

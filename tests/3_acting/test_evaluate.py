@@ -250,7 +250,7 @@ BAD = [({'data': 'hotpot'}, "'hotpotqa'"), ({'data': []}, 'data'), ({'path': 'no
        ({'model': 'bare'}, 'weights'), ({'model': None}, 'given'), ({'protocol': 'tspoo'}, "'tspoo'"),
        ({'context_tokens': 0}, 'context_tokens'), ({'dtype': 'float33'}, 'dtype'), ({'engine': 'gpt'}, 'engine'),
        ({'questions': 0}, 'above 0'), ({'temperature': 0.0}, 'temperature'), ({'max_tokens': 200}, 'room'),
-       ({'split': 'tests', 'path': 'folder'}, 'unknown')]
+       ({'protocol': 'direct', 'corpus': 'no/corpus'}, 'without a search'), ({'split': 'tests', 'path': 'folder'}, 'unknown')]
 
 
 @pytest.mark.parametrize('changes, message', BAD)

@@ -23,8 +23,7 @@ def test_the_tiny_world_refuses_what_it_does_not_read(given, tmp_path):
 
 @pytest.mark.parametrize('given, said', [
     ({'data': 'nq', 'world': {'size': 60}}, "data='tiny'"),
-    ({'data': 'gsm8k', 'protocol': 'direct', 'corpus': 'http://localhost:1'}, 'without a search'),
-    ({'data': 'gsm8k', 'protocol': 'direct', 'observation': {'passage_tokens': 9}}, 'without a search')])
+    ({'data': 'gsm8k', 'protocol': 'direct', 'corpus': 'http://localhost:1'}, 'without a search')])
 def test_other_data_refuse_what_they_do_not_read(given, said):
     with pytest.raises(ValueError, match=f'{said}.*would not be read'): check(make_config({**given, 'model': 'a/b'}))
 
