@@ -21,8 +21,8 @@ from .runlog import (METRICS, PACKED, atomic_write, changed_modules, check_secre
 from .significance import paired
 
 # %% ../nbs/6_looking/74_compare.ipynb #c008
-def find_runs(folders):  # a run folder, a folder of run folders, or a list of run folders
-    "List run folders: those given, or those inside the folder given. Raises FileNotFoundError where there are none."
+def find_runs(folders):  # a run folder, a folder of run folders, or a list of either
+    "List run folders: those given, or those inside a folder given. Raises FileNotFoundError where there are none."
     if isinstance(folders, (str, Path)):
         root = Path(folders)
         found = [root] if is_stored(root/'params.yaml') else stored_folders(root, '*/params.yaml')
@@ -30,11 +30,8 @@ def find_runs(folders):  # a run folder, a folder of run folders, or a list of r
             raise FileNotFoundError(f'{root} holds no run (no params.yaml in it or in a folder below it); wanted '
                                     'runs/NAME or a folder of such')
         return found
-    for folder in map(Path, folders):
-        if not is_stored(folder/'params.yaml'):
-            raise FileNotFoundError(f'{folder} is no run folder: it holds no params.yaml')
     if not folders: raise FileNotFoundError('an empty list of runs was given; wanted at least one run folder')
-    return [Path(folder) for folder in folders]
+    return [run for folder in folders for run in find_runs(folder)]
 
 # %% ../nbs/6_looking/74_compare.ipynb #c009
 def run_label(folder, params):  # of a run, and its parameters
