@@ -164,7 +164,7 @@ def write_model(
     model,         # Hugging Face causal model
     tokenizer,     # Hugging Face tokenizer
     chat=None,     # Chat by which it plays: its template goes along, and ends a turn; None: the tokenizer's own
-    about=None,    # dict, kept in credit_rl.json: where it comes from, and how it plays
+    about=None,    # dict, kept in credit_rl.json beside the chat's stop strings: where it comes from, and how it plays
     weights=None,  # dict name -> tensor, {}: none are written; None: the model's own
 ):
     """Write a Hugging Face folder that stops elsewhere where it stops here: what of the model's settings of generation
@@ -187,7 +187,8 @@ def write_model(
         model.save_pretrained(folder, state_dict=weights)
         tokenizer.save_pretrained(folder)
     finally: model.generation_config, tokenizer.chat_template = own, before
-    about = {**(about or {}), **({'left_out': left} if left else {})}
+    stop = list(chat.stop) if chat else []                         # strings; ids are in generation_config.json
+    about = {**(about or {}), **({'left_out': left} if left else {}), **({'stop': stop} if stop else {})}
     if about: (Path(folder)/'credit_rl.json').write_text(json.dumps(about, indent=1, default=str) + '\n')
     return left
 

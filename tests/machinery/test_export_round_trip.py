@@ -88,6 +88,7 @@ def base_of(folder, case):
     from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
     text, special = ['Where is the lighthouse of Orvane? In the harbour.'] * 2, ('<|im_start|>', '<|im_end|>')
     tokenizer = byte_tokenizer(texts=text, merges=200, special=(*special, '<|eot|>'))
+    if case == 'stop string': tokenizer.add_tokens(['</search>'])
     torch.manual_seed(0)
     kind, config = (MistralForCausalLM, MistralConfig) if case == 'window' else (LlamaForCausalLM, LlamaConfig)
     model = kind(config(
@@ -101,14 +102,14 @@ def base_of(folder, case):
 
 
 def let_it_end(folder, case, question, chat):
-    "Let the third token that a base writes be one that ends a turn."
+    "Let the third token that a base writes be one that ends a turn, by its id or by its text."
     model, tokenizer = load_model(folder)
     ids = torch.tensor([chat.prompt_ids(question)])
     for _ in range(3): ids = torch.cat([ids, model(ids).logits[:, -1:].argmax(-1)], 1)
     third = int(ids[0, -1])
     if case == 'eos list': return add(folder, eos_token_id=[third, *tokenizer.convert_tokens_to_ids(['a', 'b'])])
     with torch.no_grad():
-        rows = [third, chat.end_id]
+        rows = [third, tokenizer.convert_tokens_to_ids('</search>') if case == 'stop string' else chat.end_id]
         model.lm_head.weight[rows] = model.lm_head.weight[rows[::-1]]
     model.save_pretrained(folder)
 
@@ -117,24 +118,25 @@ BY_VLLM = """
 import json, sys
 from vllm import LLM, SamplingParams
 if __name__ == '__main__':
-    folder, tools, asked = json.load(sys.stdin)
+    folder, tools, asked, stop = json.load(sys.stdin)
     engine = LLM(folder, dtype='float32', enforce_eager=True, max_model_len=2048)
-    for r in engine.chat(asked, SamplingParams(temperature=0, max_tokens=6), tools=tools, use_tqdm=False):
+    how = SamplingParams(temperature=0, max_tokens=6, stop=stop, include_stop_str_in_output=True)
+    for r in engine.chat(asked, how, tools=tools, use_tqdm=False):
         print('came', json.dumps([list(r.prompt_token_ids), list(r.outputs[0].token_ids)]), flush=True)
 """
 
 
-def asked_by_vllm(folder, tools, messages):
+def asked_by_vllm(folder, tools, messages, stop):
     "What vLLM alone, which knows the folder and nothing of us, reads and writes after messages: (prompt ids, ids) each."
     done = subprocess.run(
-        [sys.executable, '-c', BY_VLLM], input=json.dumps([str(folder), tools, messages]), text=True, capture_output=True,
+        [sys.executable, '-c', BY_VLLM], input=json.dumps([str(folder), tools, messages, stop]), text=True, capture_output=True,
         env={**os.environ, 'VLLM_ENABLE_V1_MULTIPROCESSING': '0', 'VLLM_CPU_KVCACHE_SPACE': '1', 'HF_HUB_OFFLINE': '1'})
     came = [json.loads(line[5:]) for line in done.stdout.splitlines() if line.startswith('came ')]
     assert len(came) == len(messages), done.stdout[-3000:] + done.stderr[-3000:]
     return came
 
 
-@pytest.mark.parametrize('case', ['eos list', 'no template', 'end of turn', 'dated', 'window'])
+@pytest.mark.parametrize('case', ['eos list', 'no template', 'end of turn', 'stop string', 'dated', 'window'])
 def test_a_round_trip(case, tmp_path, root):
     "By us, by transformers' `generate`, and where it is installed (make test-vllm) by vLLM."
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -159,16 +161,18 @@ def test_a_round_trip(case, tmp_path, root):
     run_evaluation({'data': 'hotpotqa', 'path': asked[1].removeprefix('path='), 'model': str(made), 'questions': 2,
                     'threads': 1, 'run': str(tmp_path / 'evaluation')}, say=lambda line: None, progress=False)
     played = [trajectory_from_json(r['trajectory']) for r in read_turns(tmp_path / 'evaluation' / 'hotpotqa')]
-    play = read_json(made / 'credit_rl.json')['play']
-    assert (made / play['protocol']).read_text() == protocol_text
+    about = read_json(made / 'credit_rl.json')
+    assert (made / about['play']['protocol']).read_text() == protocol_text
     model, tokenizer = AutoModelForCausalLM.from_pretrained(made), AutoTokenizer.from_pretrained(made)
     ends, messages = [], [chat.messages(t.question.text) for t in played]
     for t, asked in zip(played, messages):
         ids = tokenizer.apply_chat_template(asked, tools=chat.tools, add_generation_prompt=True, return_dict=False)
         assert ids == list(t.prompt_ids)
-        written = model.generate(torch.tensor([ids]), max_new_tokens=6, do_sample=False)[0, len(ids):].tolist()
+        written = model.generate(torch.tensor([ids]), max_new_tokens=6, do_sample=False, stop_strings=about['stop'],
+                                 tokenizer=tokenizer)[0, len(ids):].tolist()
         assert written == list(t.turns[0].action_ids)
         ends.append(len(written) < 6)
     assert any(ends)
     if importlib.util.find_spec('vllm'):
-        assert asked_by_vllm(made, chat.tools, messages) == [[list(t.prompt_ids), list(t.turns[0].action_ids)] for t in played]
+        assert asked_by_vllm(made, chat.tools, messages, about['stop']) == [
+            [list(t.prompt_ids), list(t.turns[0].action_ids)] for t in played]
