@@ -22,7 +22,7 @@ from .layout import AVERAGES
 from .learner import CRITICS, Optimiser, check_offload
 from .losses import kl, policy_terms
 from .methods import METHODS, get_method
-from .models import Policy, check_model, load_tokenizer, weight_files
+from .models import Policy, check_model, check_plain, load_tokenizer, weight_files
 from .options import (FINITE, MOVED, Option, SettingsGroup, flat, flat_options, nearest, options_in, read_options,
                                setting)
 from .parameters import from_settings, notebook_settings
@@ -610,7 +610,9 @@ def _check_words(c):
     if c.data == 'tiny' and c.protocol == 'direct':
         raise ValueError(f'protocol={c.protocol!r} is for data sets that are asked without a search; the tiny '
                          f'world takes {", ".join(PROTOCOLS)}')
-    if c.model != 'tiny': check_model(c.model)
+    if c.model != 'tiny':
+        check_model(c.model)
+        if Path(c.model).exists(): check_plain(c.model)                     # a name's is asked when it is loaded
     elif c.data != 'tiny':
         raise ValueError(f"model='tiny' knows only the words of the tiny world; data={c.data!r} needs a model folder")
     elif not (c.protocol or 'tiny').startswith(('tiny', 'carl-tiny')):

@@ -14,6 +14,7 @@ from credit_rl.export import export_run
 from credit_rl.models import load_model, write_model
 from credit_rl.protocol import CHATML, Chat, byte_tokenizer, get_protocol
 from credit_rl.runlog import read_json, read_turns
+from credit_rl.settings import check, make_config
 from credit_rl.sft import demos_main, main
 from credit_rl.train import train
 from credit_rl.trajectory import trajectory_from_json
@@ -75,6 +76,14 @@ def test_what_a_base_brings_beside_ids_is_left_out_and_named(awkward, tmp_path, 
 @pytest.mark.parametrize('entries', UNREAD, ids=str)
 def test_what_transformers_does_not_read_is_refused_by_its_file(awkward, entries):
     with pytest.raises(ValueError, match='generation_config.json'): load_model(awkward(entries))
+
+
+def test_quantised_weights_are_refused_before_they_are_read(awkward):
+    folder = awkward({})
+    about = read_json(folder / 'config.json')
+    (folder / 'config.json').write_text(json.dumps(about | {'quantization_config': {'quant_method': 'awq', 'bits': 4}}))
+    for read in (load_model, lambda model: check(make_config({'model': str(model), 'data': 'gsm8k'}))):
+        with pytest.raises(ValueError, match='quantised .awq.'): read(folder)
 
 
 # ---- sft, train, export, evaluation ----
