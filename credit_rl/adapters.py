@@ -187,7 +187,13 @@ def _rewards(method, arrays, groups, order):
         if given.ndim != 2 or len(given) != len(order) or given.shape[1] < inside.shape[1]:
             raise ValueError(f'turn rewards must be one for each of {tuple(inside.shape)} turns, got '
                              f'{tuple(given.shape)}: does the mask hide a turn, or join two?')
-        turns = torch.where(inside, given[order][:, :inside.shape[1]], 0.)
+        given, shown = given[order], inside.shape[1]
+        beyond = torch.cat([given[:, :shown].masked_fill(inside, 0.), given[:, shown:]], 1)          # padding: 0 or NaN
+        if (lost := (beyond.nan_to_num() != 0).any(1)).any():
+            i = int(lost.nonzero()[0])
+            raise ValueError(f'the mask shows {int(counts[i])} turns of trajectory {order[i]}, and a later one has a reward: '
+                             f'{given[i].tolist()}; does the mask hide a turn, or join two?')
+        turns = torch.where(inside, given[:, :shown], 0.)
     empty = torch.tensor([not any(turn.action_ids for turn in t.turns) for t in played])
     outcome = torch.where(empty, torch.nan, arrays.outcome[order])
     if method.sampling.text:
@@ -428,8 +434,12 @@ class _OutputMixin:
                              'wrote, None where it has none')
         own = turns_from_mask(held['response_mask'][None])[0]
         starts = (own >= 0) & (own != torch.nn.functional.pad(own[:-1], (1, 0), value=-1))
-        mine = _list_turns({'turn_rewards': given})[first:first + int(starts.sum())]
-        held['rm_scores'] = held['rm_scores'].masked_scatter(starts, held['rm_scores'][starts] + torch.tensor(mine))
+        *mine, last = _list_turns({'turn_rewards': given})
+        scores, mine = held['rm_scores'], [*mine, 0.][first:first + int(starts.sum())]
+        end = int(((own >= 0) | (scores != 0)).nonzero().max())
+        scores = scores.masked_scatter(starts, scores[starts] + torch.tensor(mine))
+        scores[end] += last                       # as the outcome: in every row of the rollout, of which the last one's counts
+        held['rm_scores'] = scores
         return held
 
 # %% ../nbs/7_elsewhere/80_adapters.ipynb #c024t3

@@ -21,7 +21,7 @@ from .parameters import make_parser
 from .parts import assign
 from .protocol import Protocol, calls_in, get_protocol, last_answer, parse
 from .readers import RowError, read_line, read_rows
-from .recorded import Attempts, Recording, read_recording
+from .recorded import Attempts, Recording, newest, read_recording
 from .runlog import atomic_write
 from .trajectory import Group, Question, Result, Stop, Trajectory, Turn
 
@@ -99,6 +99,11 @@ def _content(message):
     return ''.join(text(part.get('text') if isinstance(part, dict) and {'type', 'text'} & set(part) else part)
                    for part in content)
 
+def _thought(message, text):
+    "What an assistant said, with what it thought before that."
+    thought = message.get('reasoning_content') or message.get('reasoning')
+    return f'<think> {thought} </think> {text or ""}' if thought and isinstance(thought, str) else text
+
 def _from_messages(
     messages,  # list of dict with role and content
 ):
@@ -112,16 +117,11 @@ def _from_messages(
     turns = []
     for i, end in zip(at, [*at[1:], len(messages)]):
         seen = '\n'.join(_content(m) for m in messages[i + 1:end])
-        turns.append((_content(messages[i]), seen, None, messages[i].get('tool_calls') or
+        turns.append((_thought(messages[i], _content(messages[i])), seen, None, messages[i].get('tool_calls') or
                       messages[i].get('function_call')))
     return _Dialogue(asked[-1], tuple(turns))
 
 # %% ../nbs/7_elsewhere/83_dumps.ipynb #g8302
-def _thought(message, text):
-    "What an assistant said, with what it thought before that."
-    thought = message.get('reasoning_content')
-    return f'<think> {thought} </think> {text or ""}' if thought else text
-
 def _from_atif(row):
     "A trajectory of the Agent Trajectory Interchange Format as a row of messages, with what each step earned."
     talk, earned = [], []
@@ -149,7 +149,7 @@ def _from_trace(row):
     for node in (nodes[i] for i in path):
         message, role = node['message'], node['message']['role']
         if role == 'assistant' and not node['sampled']: role = 'example'               # the model never wrote it
-        talk.append({**message, 'role': role, 'content': _thought(message, message.get('content'))})
+        talk.append({**message, 'role': role})
     given, data = dict(row.get('info') or {}), row['task'].get('data') or {}
     sampled = [i for i, node in enumerate(nodes) if node['sampled']]
     if listed := given.pop('turn_rewards', None):
@@ -461,7 +461,7 @@ def compare_rules(
     return pd.DataFrame.from_dict(rows, orient='index').rename_axis('rule')
 
 # %% ../nbs/7_elsewhere/83_dumps.ipynb #d8302
-def dump_recording(dump, name):  # _Dump; name of the file
+def dump_recording(dump, name, most=None):  # _Dump; name of the file; rollouts, the last ones, None: all
     "A dump as `show_run` takes it: `Recording`."
     rows, attempts = iter(range(len(dump.rows))), []
     for group, step in zip(dump.groups, dump.steps):
@@ -469,7 +469,7 @@ def dump_recording(dump, name):  # _Dump; name of the file
                 **({} if dump.turns is None else {'turn_rewards': dump.turns[i, :len(t.turns)].tolist()})}
                for t, i in zip(group.trajectories, rows)]
         attempts.append(Attempts(group, own))
-    return Recording(Path(name), {}, attempts)
+    return Recording(Path(name), {}, *newest(attempts, most))
 
 def _earned(dump, method):
     "Whether the file says all that a rule needs."
@@ -484,7 +484,7 @@ def credit_of(dump, method):  # _Dump; name of a method
 # %% ../nbs/7_elsewhere/83_dumps.ipynb #d8304
 def view_main(arguments=None):  # list of str; None: the command line's
     "`credit-rl view RUN` or `credit-rl view FILE`: rollouts of a run, or those that others wrote, as a page."
-    view.main(arguments, lambda path, most, protocol: dump_recording(read_dump(path, protocol or 'tspo'), path)
+    view.main(arguments, lambda path, most, protocol: dump_recording(read_dump(path, protocol or 'tspo'), path, most)
               if Path(path).is_file() else read_recording(path, most))
 
 def _describe(dump):

@@ -4,15 +4,14 @@
 
 # %% auto #0
 __all__ = ['NEAR', 'measure', 'by_set', 'summarize', 'score', 'evaluate', 'bootstrap_interval', 'EvaluationChoice', 'Evaluation',
-           'count_asked', 'set_names', 'check_evaluation', 'question_key', 'dev_keys', 'train_keys', 'note_seen',
-           'seen_lines', 'open_set', 'manifest_differences', 'question_row', 'set_scores', 'read_manifest',
+           'count_asked', 'set_names', 'check_evaluation', 'question_key', 'dev_keys', 'train_keys', 'test_keys',
+           'note_seen', 'seen_lines', 'open_set', 'manifest_differences', 'question_row', 'set_scores', 'read_manifest',
            'read_scores', 'right_rows', 'run_evaluation', 'ReplayResult', 'set_folders', 'replay_evaluation',
            'compare_rows', 'evaluation_table', 'evaluation_figure', 'main', 'pool_main', 'ask_typed']
 
 # %% ../nbs/3_acting/27_evaluate.ipynb #c002
 import contextlib, dataclasses, functools, importlib.metadata, itertools, json, math, platform, re, shutil, sys, time, warnings
 from dataclasses import dataclass
-from numbers import Real
 from pathlib import Path
 import numpy as np, torch
 from .benchmarks import BENCHMARKS, get_benchmark
@@ -146,7 +145,8 @@ class EvaluationChoice(SettingsGroup):
 class Evaluation(RunFolder, Processes, EngineChoice, Decoding, Conversation, Policy, EvaluationChoice, Source):
     "Everything that determines an evaluation."
     data: object = setting('hotpotqa', 'what is evaluated, see Source')
-    questions: Real = setting(None, 'of each set, drawn by the seed: so many, or below 1 a share; None: all', above=0)
+    questions: object = setting(None, 'of each set, drawn by the seed: so many, or below 1 a share; or the folder of a training '
+                                      'run, whose test questions are asked; None: all')
     model: str = setting(None, 'a Hugging Face folder, or a name on the hub')
     run: str = setting('runs/evaluate', 'folder of the evaluation')
 
@@ -155,14 +155,16 @@ class Evaluation(RunFolder, Processes, EngineChoice, Decoding, Conversation, Pol
 
 # %% ../nbs/3_acting/27_evaluate.ipynb #c023
 def count_asked(
-    questions,  # of a set: so many, a share below 1, None: all
+    questions,  # of a set: so many, a share below 1, the folder of a training run, None: all
     known,      # so many it has
 ):
     "How many questions of a set are asked: int. Raises ValueError."
     if questions is None: return known
+    if isinstance(questions, str): return len(test_keys(questions))
     if type(questions) is int and questions >= 1: return min(questions, known)
     if type(questions) is float and 0 < questions < 1: return max(1, round(questions * known))
-    raise ValueError(f'questions is how many of each set, at least 1, or a share of it below 1, got {questions!r}')
+    raise ValueError('questions is how many of each set, at least 1, or a share of it below 1, or the folder of a training run, '
+                     f'got {questions!r}')
 
 def set_names(data):
     """List the data sets meant: a list, names with commas or +, a paper of MIXTURES (the sets it reports), or 'all'.
@@ -233,16 +235,25 @@ def train_keys(folder):
     noted = Path(folder or '.')/'train.json'
     return set(read_json(noted)) if folder and noted.exists() else set()
 
+def test_keys(folder):
+    "Keys of the questions that a training run reports, in its order: list of str. Raises ValueError where it wrote down none."
+    noted = Path(folder)/'test.json'
+    if not noted.is_file(): raise ValueError(f'{folder} is no training run that wrote down its test questions (test.json): give '
+                                             'how many are asked')
+    return read_json(noted)
+
 def note_seen(
     folder,      # of a run or of a model
     trained,     # questions that are learned from
     chosen=(),   # questions that choose the checkpoint
+    reported=(), # questions that it reports
     model=None,  # what it begins with, whose own notes are taken over
 ):
-    "Write down which questions are trained on, and which choose the checkpoint, in train.json and dev.json."
+    "Write down which questions are trained on, choose the checkpoint, or are reported: train.json, dev.json, test.json."
     for name, known, questions in (('train', train_keys, trained), ('dev', dev_keys, chosen)):
         keys = dict.fromkeys([*sorted(known(model)), *map(question_key, questions)])
         if keys: write_json(Path(folder)/f'{name}.json', list(keys))
+    if reported: write_json(Path(folder)/'test.json', [*map(question_key, reported)])
 
 def seen_lines(
     parts,  # dict part -> questions that are evaluated
@@ -280,7 +291,8 @@ def open_set(
     try: pool = load_questions(bench.file or name, path, split, s.on_error, s.columns, s.tokens)
     except RowError: raise
     except ValueError as e: raise ValueError(f'{name}: {e}') from None
-    if s.questions and len(pool) < s.questions:
+    own = [k for k in test_keys(s.questions) if k.startswith(f'{name}:')] if isinstance(s.questions, str) else None
+    if s.questions and own is None and len(pool) < s.questions:
         warnings.warn(f'{name}: {s.questions} questions were asked for, but '
                       f'{path or bench.file or bench.folder or bench.hub[0]} has {len(pool)} of split {split!r}')
     golds, _ = empty_golds(pool)
@@ -293,7 +305,13 @@ def open_set(
     if not kept:
         raise ValueError(f'{name}: all {len(pool)} questions are left out by leave_out={s.leave_out}, so none is '
                          'left to ask: take another split')
-    asked = subsample(kept, count_asked(s.questions, len(kept)), s.seed) if s.questions else kept
+    if own is not None:
+        there = {question_key(q): q for q in kept}
+        asked = [there[key] for key in own if key in there]
+        said = f'{name}: {len(asked)} of the {len(own)} test questions of {s.questions} stand in split {split!r}'
+        if not asked: raise ValueError(f'{said}: give the data and the split of that run')
+        if len(asked) < len(own): warnings.warn(said)
+    else: asked = subsample(kept, count_asked(s.questions, len(kept)), s.seed) if s.questions else kept
     taught = train_keys(s.model)
     dev = {'dev_left_out': len(pool) - len(kept), 'dev_inside': _note_inside(name, asked, s.model),
            'train_inside': sum(question_key(q) in taught for q in asked)}

@@ -6,7 +6,7 @@
 __all__ = ['read_policy', 'export_run', 'main', 'of_model', 'evaluate_main', 'ask_main']
 
 # %% ../nbs/machinery/66_export.ipynb #c002
-import dataclasses, json, shutil, sys
+import dataclasses, json, shutil, sys, warnings
 from pathlib import Path
 from . import evaluate
 from .environment import Source, asked_protocol, playing
@@ -14,9 +14,9 @@ from .learner import saved_policy
 from .models import load_model, read_template, write_model
 from .options import options_in
 from .parameters import error_line, make_parser
-from .protocol import Chat, reword
+from .protocol import Chat, prompt_hash, reword
 from .runlog import (atomic_folder, check_new, latest_checkpoint, named_checkpoint, read_json, read_params,
-                              writing)
+                              read_summary, writing)
 from .settings import make_config
 from .setup import add_lora, base_folder, merge_lora
 
@@ -60,6 +60,10 @@ def export_run(
         how, data = make_config(about), about['data']
         chat = Chat(reword(asked_protocol(how.protocol, data), **how.words), tokenizer,
                     *((None, {}) if data == 'tiny' else (read_template(how.template.name), how.template.options)))
+        played, now = (read_summary(run) or {}).get('rendered_hash'), prompt_hash(chat)
+        if played not in (None, now):
+            warnings.warn(f'{run} was played by other prompts (hash {played}) than its settings give today ({now}): a protocol, '
+                          'prompt or template file has changed, or this version reads them otherwise')
         with atomic_folder(folder) as part:
             origin = {'run': run.name, 'step': step, **{k: about[k] for k in ('method', 'model', 'seed', 'lora')}}
             if (run/'dev.json').exists(): origin['dev'] = read_json(run/'dev.json')
@@ -85,18 +89,28 @@ if __name__ == '__main__' and '__file__' in globals(): main()  # a notebook has 
 # %% ../nbs/machinery/66_export.ipynb #x6604
 def of_model(
     arguments,  # list of str, as typed: perhaps a model's folder or name first, or a run's folder
+    say=lambda line: print(line, file=sys.stderr),  # function called with lines of text
 ):
     """A command's arguments with what stands first as settings: `model`, and of a run, which is exported where it was
     not, its data, its search and its test questions as well: list of str."""
     if not arguments or arguments[0].startswith('-') or '=' in arguments[0]: return list(arguments)
     place, *rest = arguments
     if not (Path(place)/'params.yaml').is_file(): return [f'model={place}', *rest]
-    made, known = Path(place)/'model', read_params(place)
+    known, best = read_params(place), named_checkpoint(place, 'best')
+    made, suffix = Path(place)/'model', ''
+    exported = read_json(made/'credit_rl.json').get('step') if (made/'credit_rl.json').exists() else None
+    if best and exported not in (None, best[0]):                     # exported before the run went on
+        made, suffix = Path(f'{made}-{best[0]}'), f'-{best[0]}'
+        say(f'{place}/model is of step {exported}, and the best is of step {best[0]} now: {made} is asked')
     if not made.exists(): export_run(place, made)
     about = {n: known[n] for n in options_in(Source) if n in known and known[n] not in (None, [], {})}
-    about |= {'questions': known['test_questions'], 'passages': known['passages'], 'max_turns': known['max_turns'],
-              'max_tokens': known['max_tokens'], 'seed': known['seed'], 'leave_out': str(place)}
-    told = {'model': str(made), 'run': f'{place}/evaluation', **about}
+    about |= {n: known[n] for n in ('passages', 'max_turns', 'max_tokens', 'seed')}
+    if (Path(place)/'test.json').exists(): about |= {'questions': str(place)}
+    else:
+        about |= {'questions': known['test_questions'], 'leave_out': str(place)}
+        say(f'{place} did not write down which test questions it asked: {known["test_questions"]} are drawn anew')
+    if split := known.get('splits.dev'): about |= {'split': split}
+    told = {'model': str(made), 'run': f'{place}/evaluation{suffix}', **about}
     return [*(f'{name}={json.dumps(value, ensure_ascii=False)}' for name, value in told.items()), *rest]
 
 def _of_model(verb, arguments):

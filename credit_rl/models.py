@@ -169,6 +169,11 @@ def _fix_options(template, options):
     return ''.join(f'{{%- set {n} = {v!r} -%}}\n' for n, v in options.items() if n != 'strftime_now') + template
 
 # %% ../nbs/3_acting/19_models.ipynb #w1903
+def _auto_reads(folder, tokenizer, text):
+    "Tell whether AutoTokenizer, which goes by the type of a folder's model, reads a text as the tokenizer that was saved."
+    from transformers import AutoTokenizer
+    return AutoTokenizer.from_pretrained(folder, trust_remote_code=False).encode(text) == tokenizer.encode(text)
+
 def write_model(
     folder,        # that is there, and empty
     model,         # Hugging Face causal model
@@ -199,6 +204,8 @@ def write_model(
     finally: model.generation_config, tokenizer.chat_template = own, before
     stop = list(chat.stop) if chat else []                         # strings; ids are in generation_config.json
     about = {**(about or {}), **({'left_out': left} if left else {}), **({'stop': stop} if stop else {})}
+    if chat and not _auto_reads(folder, tokenizer, tokenizer.decode(chat.prompt_ids('Who?')) + ' '.join(stop)):
+        about['tokenizer'] = 'PreTrainedTokenizerFast'                 # as load_tokenizer loads it
     if about: (Path(folder)/'credit_rl.json').write_text(json.dumps(about, indent=1, default=str) + '\n')
     return left
 

@@ -623,7 +623,7 @@ def begin_run(
         if real and ranks.first:
             held = {part: setup.questions[part] for part in ('dev', 'test')}
             for line in seen_lines(held, train_keys(c.model), f'were learned from by {c.model}'): say(line)
-            note_seen(log.folder, setup.questions['train'], setup.questions['dev'], c.model)
+            note_seen(log.folder, *(setup.questions[part] for part in ('train', 'dev', 'test')), model=c.model)
         engine = start_engine(c, origin, setup)              # before the learner: it measures what memory is free
         # models are whole until the learner spreads them, so it gives its memory back
         engine.sleep()

@@ -437,6 +437,8 @@ class TurnAdvantages:
                 'reads what each turn earned, and got none: give evidence=function(environment, row), which says what '
                 'the turns of a rollout earned, or, for tspo, the first turn that showed the answer; grpo needs none'
                 if 'turns' in wanted else 'reads outcomes alone: leave out evidence'))
+        if self.evidence and (read := {'right', 'match_short', 'unseen'} & {*self.options}):
+            raise ValueError(f'{min(read)} is of texts, which are not read here: evidence says which turn showed the answer')
         self.method = method.bind(self.options)
 
     def check(self, args): "Any `GRPOConfig` will do."
@@ -478,16 +480,24 @@ def _turn_earnings(
 ):
     """What turns earned on top of the outcome: (N, K). Raises ValueError on evidence that does not fit the turns, or the
     rule."""
-    inside = torch.arange(max(1, int(counts.max()))) < counts[:, None]
+    inside, out = torch.arange(max(1, int(counts.max()))) < counts[:, None], torch.zeros(len(said), max(1, int(counts.max())))
+    kept = counts > 0                                        # of a rollout that TRL masks whole nothing is read
     sights = [x is None or isinstance(x, int) and not isinstance(x, bool) for x in said]
     if all(sights):
-        if not any(reward.name == 'folr' for reward in method.rewards):
+        part = next((reward for reward in method.rewards if reward.name == 'folr'), None)
+        if part is None:
             raise ValueError(f'{method.name} wants a list of what each turn earned, got {said[0]!r}; the number of the '
                              'first turn that showed the answer is for tspo')
-        first, right = torch.tensor([-1 if x is None else x for x in said]), (outcome >= 1).float()
-        return folr_rewards(right, first, inside) - right[:, None] * inside
-    out = torch.zeros(inside.shape)
+        if ((outcome < 0) | (outcome > 1)).any():
+            raise ValueError('what a find earns is a share of what the outcome lacks of 1, so outcomes must be in [0, 1], got '
+                             f'{outcome.tolist()[:8]}: weigh the reward functions so that their sum is (reward_weights)')
+        first, lacks = torch.tensor([-1 if x is None else x for x in said]), 1 - outcome.nan_to_num(1.)
+        o = method.own(part)
+        if o['spread'] == 'found': first = torch.where(first >= 0, counts - 1, -1)
+        out[kept] = lacks[kept, None] * folr_rewards(torch.zeros(int(kept.sum())), first[kept], inside[kept], o['alpha'])
+        return out
     for i, (x, n) in enumerate(zip(said, counts.tolist())):
+        if n == 0: continue
         if not isinstance(x, (list, tuple)) or len(x) not in (n, n - 1):
             raise ValueError(f'evidence of a rollout of {n} turns must be a list of {n} numbers, or of {n - 1} without '
                              f'its last message, got {x!r:.60}')

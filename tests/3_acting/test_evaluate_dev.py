@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from credit_rl.evaluate import Evaluation, dev_keys, note_seen, open_set, question_key
-from credit_rl.export import export_run
+from credit_rl.evaluate import Evaluation, check_evaluation, dev_keys, note_seen, open_set, question_key
+from credit_rl.export import export_run, of_model
 from credit_rl.runlog import read_json
 from credit_rl.trajectory import Question
 
@@ -22,7 +22,7 @@ def run(tmp_path_factory, finished):
     run = shutil.copytree(finished(), folder / 'run', symlinks=True)
     assert not (run / 'dev.json').exists() and dev_keys(run) == set()          # of the tiny world nothing is published
     (questions, _), _ = open_set(Evaluation(**SAMPLE), 'hotpotqa', {})
-    note_seen(run, [], questions[:2])
+    note_seen(run, [], questions[:2], questions[5:2:-1])
     return run, export_run(run, folder / 'model'), questions
 
 
@@ -55,6 +55,30 @@ def test_they_are_left_out_where_it_is_asked(run, which):
             (asked, about), _ = open_set(Evaluation(model=model, leave_out=str(run[which]), **SAMPLE), 'hotpotqa', {})
         assert asked == run[2][2:] and about['dev_left_out'] == 2 and 'dev_inside' not in about
         assert about['loaded'] == len(run[2]) and json.dumps(about)
+
+
+def test_the_test_questions_of_a_run_are_asked_in_its_order(run):
+    with warnings.catch_warnings():
+        warnings.simplefilter('error')
+        (asked, about), _ = open_set(Evaluation(**{**SAMPLE, 'questions': str(run[0])}), 'hotpotqa', {})
+    assert asked == run[2][5:2:-1] and about['asked'] == 3
+    with pytest.raises(ValueError, match='test.json'): check_evaluation(Evaluation(**{**SAMPLE, 'questions': str(run[1])}))
+
+
+def test_a_model_that_was_exported_before_the_run_went_on_is_not_asked(run, tmp_path):
+    "Its step is not that of the best checkpoint; the one of today is exported beside it."
+    place, said = shutil.copytree(run[0], tmp_path / 'run', symlinks=True), []
+    shutil.copytree(run[1], place / 'model')
+    arguments = of_model([str(place), 'passages=2'], said.append)
+    assert f'model={json.dumps(str(place / "model"))}' in arguments and f'questions={json.dumps(str(place))}' in arguments and not said
+    about = read_json(place / 'model' / 'credit_rl.json')
+    (place / 'model' / 'credit_rl.json').write_text(json.dumps(about | {'step': about['step'] - 1}))
+    again = f'-{about["step"]}'
+    arguments = of_model([str(place)], said.append)
+    assert f'model={json.dumps(str(place / "model") + again)}' in arguments and again in next(a for a in arguments if a[:4] == 'run=')
+    assert len(said) == 1 and read_json(f'{place / "model"}{again}/credit_rl.json')['step'] == about['step']
+    (place / 'test.json').unlink()
+    assert 'leave_out' in ' '.join(of_model([str(place)], said.append)) and 'drawn anew' in said[-1]
 
 
 def test_leaving_all_out_or_a_folder_that_says_nothing_is_refused(run, tmp_path, monkeypatch):
