@@ -191,7 +191,7 @@ def _rewards(method, arrays, groups, order):
         beyond = torch.cat([given[:, :shown].masked_fill(inside, 0.), given[:, shown:]], 1)          # padding: 0 or NaN
         if (lost := (beyond.nan_to_num() != 0).any(1)).any():
             i = int(lost.nonzero()[0])
-            raise ValueError(f'the mask shows {int(counts[i])} turns of trajectory {order[i]}, and a later one has a reward: '
+            raise ValueError(f'of trajectory {order[i]} the mask shows {int(counts[i])} turns, and a later one has a reward: '
                              f'{given[i].tolist()}; does the mask hide a turn, or join two?')
         turns = torch.where(inside, given[:, :shown], 0.)
     empty = torch.tensor([not any(turn.action_ids for turn in t.turns) for t in played])

@@ -1,4 +1,5 @@
 "What other trainers hand over beside the usual: other types of the same numbers, nothing, and things that are none."
+import math
 from types import SimpleNamespace
 
 import numpy as np
@@ -6,7 +7,9 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from credit_rl.adapters import _areal_credit, _list_turns, Arrays, assign_arrays, estimator, prime_credit
+from credit_rl import adapters
+from credit_rl.adapters import (_areal_credit, _list_turns, Arrays, assign_arrays, estimator, prime_credit, rewards_of_turns,
+                                turns_from_mask)
 
 MASK = torch.tensor([[1, 0, 1], [1, 0, 1]])
 REWARDS = torch.tensor([[1., 0, 0], [0., 0, 0]])
@@ -64,3 +67,29 @@ def test_a_trace_without_a_reward_leaves_the_comparison():
     mask = torch.ones(3, 1)
     assert_close(assign_arrays('grpo', Arrays(mask, ['q'] * 3, [None, 1., 0.])).advantages.flatten(),
                  torch.tensor(found).flatten())
+
+
+def test_a_reward_of_a_turn_that_the_mask_does_not_show_is_refused():
+    "The mask joins two turns of the first rollout; zeros and NaN behind a rollout's turns are padding."
+    mask = torch.tensor([[1, 1, 1, 1, 0], [1, 1, 0, 1, 0]])
+    credit = lambda turns: assign_arrays('tspo', Arrays(mask, [0, 0], torch.zeros(2), torch.tensor(turns)))
+    with pytest.raises(ValueError, match='trajectory 0 the mask shows 1'): credit([[0., 1., 0.], [0., 0., 0.]])
+    with pytest.raises(ValueError, match='trajectory 1 the mask shows 2'): credit([[1., 0., 0.], [0., 0., .5]])
+    close(credit([[1., 0., math.nan], [0., 0., 0.]]).advantages[0, :4], torch.ones(4))
+
+
+def test_a_last_turn_of_one_token_leaves_earlier_turns_what_they_earned():
+    "verl copies the outcome to the end of both rows of this rollout; what the last turn earned is added to it."
+    class Row:
+        def as_dict(self): return {'rm_scores': self.scores.clone(), 'response_mask': self.mask, 'extra_fields': {**self.extra}}
+    rows = []
+    for before, mask in ((0, [1, 1, 0, 1]), (2, [1])):
+        row = type('Output', (adapters._OutputMixin, Row), {})()
+        row.mask, row.scores = torch.tensor(mask), torch.tensor([*[0.] * (len(mask) - 1), 1.])
+        row.extra = {'turns_before': before, 'turns_in_all': 3, 'turn_rewards': [.25, .5, .125]}
+        rows.append(row.as_dict())
+    pad = lambda name: torch.nn.utils.rnn.pad_sequence([row[name] for row in rows], batch_first=True)
+    mask, owner = pad('response_mask'), [0, 0]
+    once = adapters._once(pad('rm_scores'), mask, owner)
+    outcome, turns = rewards_of_turns(once, turns_from_mask(mask, owner), owner)
+    assert outcome.tolist() == [1.125] and turns.tolist() == [[.25, .5, 0.]]

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from credit_rl.command import main
-from credit_rl.dumps import dump_credit, read_dump
+from credit_rl.dumps import dump_credit, dump_recording, read_dump, view_main
 from credit_rl.tiny import tiny_tokenizer
 from credit_rl.trajectory import Result, Stop
 
@@ -355,6 +355,19 @@ def test_a_page_of_a_file_shows_rewards_and_says_what_rules_lack(tmp_path):
     main(['view', str(path), '--rules', 'grpo'])
     page = path.with_suffix('.html').read_text()
     assert 'needs accepted answers' not in page and '"credit":[[1.0,1.0]]' in page
+
+
+def test_the_newest_of_a_file_are_shown_and_thoughts_apart_are_read(tmp_path):
+    said = [{'role': 'user', 'content': 'Where?'}, {'role': 'assistant', 'content': '<answer> Rome </answer>', 'reasoning_content': 'so'}]
+    (tmp_path / 'r.jsonl').write_text(''.join(
+        json.dumps({'messages': said, 'answer': 'Rome', 'reward': 1., 'group_id': i // 2}) + '\n' for i in range(10)))
+    dump = read_dump(str(tmp_path / 'r.jsonl'))
+    assert {t.turns[0].action_text for g in dump.groups for t in g.trajectories} == {'<think> so </think> <answer> Rome </answer>'}
+    for most, kept in ((5, 4), (1, 2), (None, 10)):
+        found = dump_recording(dump, 'r.jsonl', most)
+        assert (found.rollouts, found.left_out) == (kept, 10 - kept)
+    view_main([str(tmp_path / 'r.jsonl'), '--most', '4'])
+    assert '6 older rollouts' in (tmp_path / 'r.html').read_text()
 
 
 def test_an_audit_of_a_file_compares_rules_by_what_it_says(tmp_path, capsys):
