@@ -419,7 +419,7 @@ def _code_note(summaries):
 
 def _table_row(method, runs):
     "One method's row: cells as text, its hops columns by name."
-    summaries, mean = list(runs.values()), lambda values: sum(values) / len(runs)
+    summaries, mean = list(runs.values()), lambda values: sum(values) / len(values)
     hops = sorted({k for s in summaries for k in s['final'] if k.isdigit()})
     collapsed = sum(bool(s.get('collapsed')) for s in summaries)
     notes = [_code_note(summaries), f'{collapsed} collapsed' if collapsed else '']

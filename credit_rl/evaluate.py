@@ -5,9 +5,10 @@
 # %% auto #0
 __all__ = ['NEAR', 'measure', 'by_set', 'summarize', 'score', 'evaluate', 'bootstrap_interval', 'EvaluationChoice', 'Evaluation',
            'count_asked', 'set_names', 'check_evaluation', 'question_key', 'dev_keys', 'train_keys', 'test_keys',
-           'note_seen', 'seen_lines', 'open_set', 'manifest_differences', 'question_row', 'set_scores', 'read_manifest',
-           'read_scores', 'right_rows', 'run_evaluation', 'ReplayResult', 'set_folders', 'replay_evaluation',
-           'compare_rows', 'evaluation_table', 'evaluation_figure', 'main', 'pool_main', 'ask_typed']
+           'note_seen', 'seen_lines', 'open_set', 'manifest_differences', 'question_row', 'share_interval',
+           'set_scores', 'read_manifest', 'read_scores', 'right_rows', 'run_evaluation', 'ReplayResult', 'set_folders',
+           'replay_evaluation', 'compare_rows', 'evaluation_table', 'evaluation_figure', 'main', 'pool_main',
+           'ask_typed']
 
 # %% ../nbs/3_acting/27_evaluate.ipynb #c002
 import contextlib, dataclasses, functools, importlib.metadata, itertools, json, math, platform, re, shutil, sys, time, warnings
@@ -498,15 +499,15 @@ def question_row(
 def _intervals(rows, names, seed):
     """Estimate the bootstrap interval of the mean of each number over the rows: dict name → [low, high]; none for a
     single row."""
-    interval = lambda values: _alike(values) or list(bootstrap_interval(values, seed=seed))
-    return {n: interval([r[n] for r in rows]) for n in names} if len(rows) > 1 else {}
+    return {n: share_interval([r[n] for r in rows], seed) for n in names} if len(rows) > 1 else {}
 
-def _alike(values):
-    """Where all values are 0, or all 1, resampling finds a point. Then Wilson's 95 % interval of a share, which at its
-    ends is [0, z²/(n + z²)] and [n/(n + z²), 1]; None elsewhere."""
+def share_interval(values, seed=0):
+    """A 95 % interval of the mean of at least two values: list of two. By the bootstrap; where all are 0, or all 1, resampling
+    finds a point, and it is Wilson's, which at these ends is [0, z²/(n + z²)] and [n/(n + z²), 1]."""
     n, z2 = len(values), 1.96 ** 2
     if set(values) == {0}: return [0., z2 / (n + z2)]
     if set(values) == {1}: return [n / (n + z2), 1.]
+    return list(bootstrap_interval(values, seed=seed))
 
 def set_scores(
     rows,         # list of dict, as `question_row` gives them, all of one data set

@@ -79,12 +79,13 @@ def paired(
     interval `low` to `high` and `p` (Student; NaN of one; p after Holm, over all rows), the difference that is
     `detectable` at Holm's first step, `better in`, and what the row `says`."""
     import pandas as pd
-    rows = {}
+    rows, found = {}, {name: mean_interval(d) for name, d in differences.items()}
+    known = sum(not math.isnan(p) for *_, p in found.values())                     # by whose number Holm's first step divides
     for name, d in differences.items():
-        mean, low, high, p = mean_interval(d)
+        mean, low, high, p = found[name]
         spread = torch.tensor(d, dtype=torch.float64).std().item() if len(d) > 1 else math.nan
         rows[name] = {'n': len(d), 'difference': mean, 'low': low, 'high': high, 'p': p,
-                      'detectable': detectable(spread, len(d), .05 / len(differences)),
+                      'detectable': detectable(spread, len(d), .05 / max(1, known)),
                       'better in': f'{sum(x > 0 for x in d)} of {len(d)}'}
     for row, p in zip(rows.values(), holm([row['p'] for row in rows.values()])):
         row |= {'p': p, 'says': verdict(row['low'], row['high'], p)}

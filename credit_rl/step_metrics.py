@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from .advantages import anchor_ids, anchor_share
 from .critics import explained_variance
-from .evaluate import bootstrap_interval, by_set, summarize
+from .evaluate import bootstrap_interval, by_set, share_interval, summarize
 from .groups import group_share, index_groups
 from .information_gain import belief_check, gold_statistics, state_logp
 from .layout import turn_means
@@ -339,10 +339,12 @@ def paired_line(summary):
     pairs = marked_pairs(summary.get('base_right', ''), summary.get('final_right', ''))
     gains, both = [after - before for before, after in pairs], [*zip(*pairs)]
     if len(gains) < 2: return ''
-    (low, high), scores = bootstrap_interval(gains), [bootstrap_interval(x) for x in both]
-    shown = [f'{sum(x) / len(x):.3f} [{a:.3f}, {b:.3f}]' for x, (a, b) in zip(both, scores)]
-    return (f'{"right" if "reward" in summary.get("final", ()) else "EM"} {shown[0]} before, {shown[1]} after; difference {sum(gains) / len(gains):+.3f} [{low:+.3f}, '
-            f'{high:+.3f}] on the same {len(gains)} questions (95 % intervals)')
+    shown = [f'{sum(x) / len(x):.3f} [{a:.3f}, {b:.3f}]' for x, (a, b) in ((x, share_interval(x)) for x in both)]
+    low, high = bootstrap_interval(gains)
+    change = f'{sum(gains) / len(gains):+.3f} ' + (f'[{low:+.3f}, {high:+.3f}]' if any(gains) else '(no mark changed)')
+    what = 'right' if 'reward' in summary.get('final', ()) else 'EM'
+    return (f'{what} {shown[0]} before, {shown[1]} after; difference {change} on the same {len(gains)} questions '
+            '(95 % intervals)')
 
 # %% ../nbs/5_run/57_step_metrics.ipynb #m5726
 def is_shown(

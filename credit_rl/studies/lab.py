@@ -1176,7 +1176,7 @@ def which_main(arguments=None):
     except (ValueError, OSError) as e: sys.exit(f'credit_rl.studies.lab: {e}')
     print('your problem: ' + ', '.join(f'{name} {x:.3g}' for name, x in found.items()))
     print(f"GRPO's steps over a rule's in the nearest of {table.world.nunique()} worlds, each a linear policy on one draw; 95 % of "
-          'rollouts, another draw moves a ratio by some 4 %:', *said, '', rows.to_string(), '', sep='\n')
+          'rollouts, another draw moves a ratio by some 4 % (0 to 6):', *said, '', rows.to_string(), '', sep='\n')
     print('Verdicts hold for all pairs of the lab together (Holm); a ratio within a tenth of 1 is no finding. Exact credit and '
           'told critics are bounds, not rules: 99_lab has them. An audit of your own checkpoint (credit-rl audit, by default 16 '
           'continuations of every state) says in which turns credit lies, not which rule learns faster.')
