@@ -382,7 +382,8 @@ def check_vllm_settings(
         raise ValueError("GPUs of its own are for vLLM's servers: give engine='served' and "
                          f"serve={{'gpus': {settings['devices']!r}}} in place of devices")
     _check_sampling(sampling)
-    batch = VLLMSettings(**read_options('vllm', options_in(VLLMSettings), settings)).arguments.get('max_num_batched_tokens', max_tokens)
+    found = VLLMSettings(**read_options('vllm', options_in(VLLMSettings), settings))
+    batch = found.arguments.get('max_num_batched_tokens', max_tokens)
     if batch < max_tokens and not torch.cuda.is_available():
         raise ValueError('vLLM reads prompts whole on a CPU, so max_num_batched_tokens must be at least '
                          f'max_tokens={max_tokens}, got {batch}')
@@ -928,7 +929,8 @@ def check_served(
 ):
     """Refuse what a run says of vLLM's own servers: `ServeSettings`. Raises ValueError."""
     _check_sampling(sampling)
-    found, starts = ServeSettings(**read_options('serve', options_in(ServeSettings), serve)), any(k in serve for k in ('gpus', 'replicas', 'tensor_parallel_size'))
+    found = ServeSettings(**read_options('serve', options_in(ServeSettings), serve))
+    starts = any(k in serve for k in ('gpus', 'replicas', 'tensor_parallel_size'))
     if starts == bool(servers):
         raise ValueError("engine='served' wants either serve, as in {gpus: '4-7', tensor_parallel_size: 2}, where the run "
                          f'starts servers, or servers, their urls: got serve={serve} and servers={servers}')
