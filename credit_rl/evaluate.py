@@ -151,6 +151,11 @@ class Evaluation(RunFolder, Processes, EngineChoice, Decoding, Conversation, Pol
     model: str = setting(None, 'a Hugging Face folder, or a name on the hub')
     run: str = setting('runs/evaluate', 'folder of the evaluation')
 
+    def __post_init__(self):
+        super().__post_init__()
+        if isinstance(self.questions, str) and re.fullmatch(r'[\d_]+|\d*\.\d+', self.questions):            # as typed
+            object.__setattr__(self, 'questions', (float if '.' in self.questions else int)(self.questions))
+
     @property
     def sampling(self): return dataclasses.replace(super().sampling, top_p=self.top_p, top_k=self.top_k, greedy=self.greedy)
 
