@@ -62,20 +62,22 @@ class Optimiser:
 
 # %% ../nbs/4_learning/52_learner.ipynb #c010
 def deal(
-    lengths,  # (n,) tokens of each trajectory: its longest row times its rows
+    lengths,  # (n,) of each trajectory: how long its row is, or (rows, length of the longest)
     budget,   # most tokens in a micro-batch, padding included; a longer trajectory goes alone
     ranks=1,
 ):
     "Deal trajectories into micro-batches: list (ranks) of equally long lists of lists of indices."
+    shapes = [x if isinstance(x, tuple) else (1, x) for x in lengths]
+    padded = lambda part: sum(shapes[i][0] for i in part) * max(shapes[i][1] for i in part)
     shares, load = [[] for _ in range(ranks)], [0] * ranks
-    for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+    for i in sorted(range(len(shapes)), key=lambda i: -padded([i])):
         r = load.index(min(load))
         shares[r].append(i)
-        load[r] += lengths[i]
+        load[r] += padded([i])
     micro = [[] for _ in range(ranks)]
     for share, parts in zip(shares, micro):
-        for i in share:                                   # longest first, so the first of a part sets its width
-            if parts and (len(parts[-1]) + 1) * lengths[parts[-1][0]] <= budget: parts[-1].append(i)
+        for i in share:
+            if parts and padded([*parts[-1], i]) <= budget: parts[-1].append(i)
             else: parts.append([i])
     for parts in micro: parts += [[] for _ in range(max(map(len, micro)) - len(parts))]
     return micro
@@ -545,12 +547,12 @@ class PlainBackend:
         return state
 
 # %% ../nbs/4_learning/52_learner.ipynb #n52help
-def _padded_tokens(layout):
-    "Count the padded tokens of each trajectory, its rows times its longest row: list of N ints."
+def _shapes(layout):
+    "Rows of each trajectory and the length of its longest: list of N pairs of int."
     n = len(layout.groups)
     rows = torch.zeros(n, dtype=torch.long).index_add_(0, layout.row_trajectory, torch.ones_like(layout.row_trajectory))
     longest = torch.zeros(n, dtype=torch.long).scatter_reduce(0, layout.row_trajectory, layout.lengths, 'amax')
-    return (rows * longest).tolist()
+    return list(zip(rows.tolist(), longest.tolist()))
 
 def micro_batches(
     layout,
@@ -560,8 +562,8 @@ def micro_batches(
 ):
     "Deal trajectories into forwards: list (ranks) of equally long lists of lists of places in `chosen`."
     if layout.nodes is None:
-        sizes = _padded_tokens(layout)
-        return deal([sizes[i] for i in chosen], budget, ranks)
+        shapes = _shapes(layout)
+        return deal([shapes[i] for i in chosen], budget, ranks)
     nodes = [layout.nodes[layout.row_trajectory == i] for i in chosen]
     return deal_nodes([x[x >= 0].unique() for x in nodes], budget, ranks)
 

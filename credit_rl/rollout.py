@@ -187,10 +187,12 @@ def _observe(env, drafts, actions, read, ended):
     coded = {i: (*replies[i], x) for i, x in zip(read, ids)}
     return [coded.get(i) for i in range(len(actions))]
 
-def _readable(env, drafts, actions):
-    "Numbers of the actions whose observation could be read: no answer, no end of the rollout, not on the last turn."
+def _readable(env, drafts, actions, batch):
+    "Numbers of the actions whose observation could be read: no answer, no end of the rollout, a turn and room left."
     goes_on = lambda a: a and (a.call is not None or a.error and env.malformed == 'error')
-    return [i for i, (d, a) in enumerate(zip(drafts, actions)) if goes_on(a) and len(d.turns) + 1 < env.max_turns]
+    room = lambda d, f: f.stop != 'length' and d.limit - len(d.ids) - len(f.ids) > 1
+    return [i for i, (d, a, f) in enumerate(zip(drafts, actions, batch))
+            if goes_on(a) and len(d.turns) + 1 < env.max_turns and room(d, f)]
 
 # %% ../nbs/3_acting/22_rollout.ipynb #c011
 def _turns(env, stream, drafts, batch):
@@ -198,7 +200,7 @@ def _turns(env, stream, drafts, batch):
     others."""
     texts, ended = env.chat.read([f.ids for f in batch], [f.stop for f in batch])
     actions = [env.chat.parse(text, f.stop) for text, f in zip(texts, batch)]
-    read = _readable(env, drafts, actions)
+    read = _readable(env, drafts, actions, batch)
     replies = _observe(env, drafts, actions, read, [ended[i] for i in read])
     return [_answer_or_observe(env, *one) or _edit_context(env, one[0], stream)
             for one in zip(drafts, batch, texts, actions, replies)]
@@ -222,7 +224,7 @@ def _invoke_or_commit(env, draft, finished, text, action, ended, output):
     before = draft.ids if draft.base is None else [*draft.base, *env.chat.context_ids('')]
     base = [*before, *(finished.ids[:-1] if ended or finished.stop == 'eos' else finished.ids)]
     draft.add(finished, text, action.call, ids[:room], _show_reply(env.chat, output, room), result, 'invoke')
-    if len(ids) + 1 > room: return draft.trajectory(Stop.LENGTH)
+    if len(ids) + 1 > room or len(base) + len(ids) >= draft.limit: return draft.trajectory(Stop.LENGTH)
     draft.edit([*base, *ids])
     draft.base = base
 
@@ -251,7 +253,7 @@ def _segments(env, stream, drafts, batch):
     texts, ended = env.chat.read([f.ids for f in batch], [f.stop for f in batch])
     actions = [env.chat.parse(text, f.stop) if d.base is None else _read_instead(env, text, f.stop)
                for text, f, d in zip(texts, batch, drafts)]
-    read = [i for i in _readable(env, drafts, actions) if actions[i].call or reaches(env.chat.protocol, texts[i])]
+    read = [i for i in _readable(env, drafts, actions, batch) if actions[i].call or reaches(env.chat.protocol, texts[i])]
     outputs, out = _observe(env, drafts, actions, read, [False] * len(read)), []
     for draft, f, text, action, end, output in zip(drafts, batch, texts, actions, ended, outputs):
         if action: over = _invoke_or_commit(env, draft, f, text, action, end, output)

@@ -229,6 +229,11 @@ def _mixed_questions(task, names, seed):
         alone = dataclasses.replace(task, data=name, path=place, questions=sys.maxsize, mix={}, **share)
         for part, questions in real_questions(alone, seed).items():
             merged.setdefault(part, []).extend(dataclasses.replace(q, id=f'{q.source}:{q.id}') for q in questions)
+    kept = {}                                            # what stands in two sets: in test, else in dev
+    for part in ('test', 'dev', 'train'):
+        above = {q.text for other in kept.values() for q in other}
+        kept[part] = [q for q in merged[part] if q.text not in above]
+    merged = {part: kept[part] for part in merged}
     drawn, mix = merged['train'], task.mix
     if mix:                                            # as many as stand in the shares to each other
         own = {name: [q for q in drawn if q.source == get_benchmark(name).name] for name in mix}

@@ -263,9 +263,11 @@ def _examples(actor, metric, times, how):
         kept, summary = read_demos(how.demos, chat)
         say(f'{sum(len(g.trajectories) for g in kept)} demonstrations of {len(kept)} questions')
         return kept, summary['trajectories']
-    parts = [draw_questions(actor.setup.questions['train'], 24, i // 24 + 1, seed)[:how.questions - i]
-             for i in range(0, how.questions, 24)]
-    shown = Progress(say, 'questions played', how.questions)
+    train = actor.setup.questions['train']
+    count = min(how.questions, len(train))                           # each once: its rollouts would come again
+    if count < how.questions: say(f'sft.questions={how.questions}, of which there are {count}: each is played once')
+    parts = [draw_questions(train, 24, i // 24 + 1, seed)[:count - i] for i in range(0, count, 24)]
+    shown = Progress(say, 'questions played', count)
     def play(part, i):
         groups = actor.ranks.each(part, lambda share: rollout(
             actor.engine, actor.setup.environments['train'], share, how.attempts, actor.sampling,

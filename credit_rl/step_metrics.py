@@ -47,7 +47,7 @@ def tier_rates(groups, tiers):
     dict, without what no question is of."""
     found = {}
     for g in groups:
-        tier = g.question.meta.get('tier', tiers.get((g.question.source, g.question.id)))
+        tier = g.question.meta.get('tier', tiers.get((g.question.source, g.question.first.id)))
         called = [any(turn.call is not None for turn in t.turns) for t in g.trajectories]
         if tier in (1, 2): found.setdefault(tier, []).extend(called)
     return {f'tool_rate_tier_{tier}': sum(called) / len(called) for tier, called in sorted(found.items())}

@@ -1047,7 +1047,7 @@ def tool_of(*functions): return OwnTools(functions)   # of one function or sever
 def _task_row(question):  # Question
     "A question as the row of a data set: dict of its meta, prompt, question, id, answers, answer."
     golds = list(question.answers)
-    return {**question.meta, 'prompt': question.text, 'question': question.text, 'id': question.id, 'answers': golds,
+    return {**question.meta, 'prompt': question.text, 'question': question.text, 'id': question.first.id, 'answers': golds,
             'answer': golds[0] if golds else None}
 
 def reads_rows(reward):  # function
@@ -1068,7 +1068,7 @@ def own_outcome(
     t, rows = trajectory, reward is not None and reads_rows(reward)
     def value():
         if reward is None: return task.get_reward()
-        if not rows: return 0. if t.answer is None else reward(t.question, t.answer)
+        if not rows: return 0. if t.answer is None else reward(t.question.first, t.answer)
         talk = [message for turn in t.turns for message in (
             {'role': 'assistant', 'content': turn.action_text}, {'role': 'tool', 'content': turn.observation_text})
             if message['content']]

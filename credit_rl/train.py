@@ -8,7 +8,7 @@ __all__ = ['AHEAD_FILE', 'Look', 'keep_rollouts', 'keeping_bad', 'Actor', 'play_
            'read_memory', 'Run', 'train_step', 'begin_run', 'judge_hashes', 'train', 'main', 'end_interrupted']
 
 # %% ../nbs/5_run/63_train.ipynb #c002
-import contextlib, dataclasses, gzip, json, sys, threading, time
+import contextlib, dataclasses, gzip, json, math, sys, threading, time
 from collections import Counter, deque
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import InitVar, dataclass, field
@@ -126,7 +126,8 @@ def keep_rollouts(
 ):
     "Write the first groups of a step to the log, with their drift where their chat is known."
     if not is_kept(step, steps): return
-    shown = [i for i, b in enumerate(batch.layout.groups.tolist()) if b < most]
+    first = set(batch.layout.groups.unique()[:most].tolist())        # of those that are learned from
+    shown = [i for i, b in enumerate(batch.layout.groups.tolist()) if b in first]
     rows = rollout_rows(batch, shown)
     if chat: rows = [{**row, 'drift': reencoding_drift(chat, batch.trajectories[i])} for row, i in zip(rows, shown)]
     log.turns(step, rows)
@@ -171,7 +172,7 @@ class Actor:
         drawn, before = draw_questions(self.setup.questions['train'], self.questions_per_step, step, seed), Counter()
         for i, q in enumerate(drawn if self.draw_version > 1 else ()):     # asked again, it has rollouts of its own
             before[q.id] += 1
-            if (times := before[q.id] - 1): drawn[i] = dataclasses.replace(q, id=f'{q.id} (again {times})')
+            if (times := before[q.id] - 1): drawn[i] = q.again(times)
         return drawn, play
 
     def evaluate(self, part):
@@ -638,7 +639,8 @@ def _evaluate_dev(run, step, metrics):
         with run.log.timed('gate'): gate = _gate_metrics(run)
     run.log.metrics(step, **metrics, **dev_metrics(scores), **gate)
     best = scores[run.chosen_by or ('right' if 'right' in scores else 'em')]
-    better = best > run.memory['best']
+    best = best if best == best else -math.inf                       # nothing was measured
+    better = step == 0 or best > run.memory['best']                  # the base, until something is better
     if better: run.memory |= {'best': best, 'best_step': step}
     run.checkpoint(step, 'best' if better else None)
     return scores['em']

@@ -57,6 +57,16 @@ class Question:
                             f'{self.answers!r}; write [{self.answers!r}]')
         _freeze(self, answers=tuple(self.answers))
 
+    def again(self, times):
+        "The question as a step asks it once more, by an id of its own, which its rollouts are drawn by."
+        return dataclasses.replace(self, id=f'{self.id} (again {times})')
+
+    @property
+    def first(self):
+        "The question as its data set has it, however often a step asks it."
+        name, asked_again, _ = self.id.rpartition(' (again ')
+        return dataclasses.replace(self, id=name) if asked_again else self
+
 # %% ../nbs/1_rules/00_trajectory.ipynb #c013
 @dataclass(frozen=True)
 class Turn:

@@ -7,9 +7,9 @@ __all__ = ['TRIALS', 'FORETOLD', 'CHARTS', 'Contender', 'get_contender', 'belief
            'turn_weights', 'move_rewards', 'move_weights', 'Pupils', 'true_gradient', 'turn_gradients', 'all_paths',
            'all_groups', 'Estimate', 'exact_estimate', 'estimate_of', 'sampled_estimate', 'unit_rate', 'learn',
            'censored_mean', 'step_ratio', 'Trial', 'get_trial', 'LabChoice', 'read_learned', 'best_rate', 'run_lab',
-           'main', 'lab_table', 'Chart', 'chart_says', 'chart_figure', 'world_facts', 'situation', 'nearest_worlds',
-           'map_page', 'judge_expected', 'WhichChoice', 'trainable', 'measured_problem', 'which', 'which_main',
-           'foretell_lab']
+           'main', 'lab_table', 'seed_by_seed', 'Chart', 'chart_says', 'chart_figure', 'world_facts', 'situation',
+           'nearest_worlds', 'map_page', 'judge_expected', 'WhichChoice', 'trainable', 'measured_problem', 'which',
+           'which_main', 'foretell_lab']
 
 # %% ../../nbs/experiments/67_lab.ipynb #c002
 import functools, itertools, json, math, sys, time
@@ -26,7 +26,7 @@ from ..outcome import METRICS, outcome_rewards
 from ..parameters import by_group, from_settings, make_parser, read_settings
 from ..parts import Measured, assign, to_tokens
 from ..runlog import Journal, atomic_write, read_turns, writing
-from ..significance import holm, verdict, welch
+from ..significance import holm, mean_interval, verdict, welch
 from .foretell import with_rivals
 from .games import (Moves, action_chances, asking, base_right, chain, draw_moves, earnings_before,
                                      game_values, group_moves, make_stages, many_parts, near_miss, play_on, repair,
@@ -899,6 +899,20 @@ def lab_table(folder):
     table = pd.DataFrame(rows).assign(p=lambda t: holm(t.p.tolist()))
     log = lambda x: math.log(x) if x == x else math.nan
     return table.assign(verdict=[verdict(log(r.low), log(r.high), r.p, .1) for r in table.itertuples()])
+
+def seed_by_seed(
+    blocks,        # list of dict, of read_learned
+    world, rule,   # a pair
+    other='grpo',  # rule of the same rate
+):
+    """How many times a rule's steps another one takes, of two whose runs share random numbers: str with its interval and p
+    (Student, of logarithms). Raises ValueError where rates differ, or a run did not reach the goal."""
+    mine, others = (next(b for b in blocks if b['phase'] == 'fresh' and (b['world'], b['rule']) == (world, name))
+                    for name in (rule, other))
+    if mine['rates'] != others['rates'] or min(mine['steps'] + others['steps']) < 0:
+        raise ValueError(f'{rule} and {other} do not share random numbers in {world}, or a run did not reach the goal')
+    mean, low, high, p = mean_interval([math.log(b / a) for a, b in zip(mine['steps'], others['steps'])])
+    return f'×{math.exp(mean):.2f} ({math.exp(low):.2f} to {math.exp(high):.2f}), p {p:.1g}'
 
 # %% ../../nbs/experiments/67_lab.ipynb #m006
 @dataclass(frozen=True)

@@ -260,13 +260,13 @@ def test_micro_batches_and_ranks_add_up(groups, budget, ranks, average):
     weights = loss_weights(layout.token_turns, layout.row_trajectory, average)
     terms = torch.randn(layout.ids.shape, generator=torch.Generator().manual_seed(budget))
     rows = [layout.row_trajectory == i for i in range(len(layout.groups))]
-    sizes = [int(layout.lengths[of].max()) * int(of.sum()) for of in rows]
+    sizes = [(int(of.sum()), int(layout.lengths[of].max())) for of in rows]
     shares = deal(sizes, budget, ranks)
     assert sorted(i for parts in shares for part in parts for i in part) == list(range(len(sizes)))
     assert len({len(parts) for parts in shares}) == 1 and len(shares) == ranks
     total = 0.
     for part in (part for parts in shares for part in parts if part):
-        assert len(part) == 1 or len(part) * max(sizes[i] for i in part) <= budget
+        assert len(part) == 1 or sum(sizes[i][0] for i in part) * max(sizes[i][1] for i in part) <= budget
         of = torch.isin(layout.row_trajectory, torch.tensor(part))
         total += (weights[of] * terms[of]).sum().item()
     assert total == pytest.approx((weights * terms).sum().item(), rel=1e-4, abs=1e-5)

@@ -249,7 +249,7 @@ BAD = [({'data': 'hotpot'}, "'hotpotqa'"), ({'data': []}, 'data'), ({'path': 'no
        ({'data': 'nq', 'path': FILES['nq']}, 'passages'), ({'model': 'no/such/folder/here'}, 'folder'),
        ({'model': 'bare'}, 'weights'), ({'model': None}, 'given'), ({'protocol': 'tspoo'}, "'tspoo'"),
        ({'context_tokens': 0}, 'context_tokens'), ({'dtype': 'float33'}, 'dtype'), ({'engine': 'gpt'}, 'engine'),
-       ({'questions': 0}, 'above 0'), ({'temperature': 0.0}, 'temperature'), ({'max_tokens': 200}, 'room'),
+       ({'questions': 0}, 'at least 1'), ({'temperature': 0.0}, 'temperature'), ({'max_tokens': 200}, 'room'),
        ({'protocol': 'direct', 'corpus': 'no/corpus'}, 'without a search'), ({'split': 'tests', 'path': 'folder'}, 'unknown')]
 
 

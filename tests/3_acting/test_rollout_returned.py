@@ -2,9 +2,11 @@
 import json
 import pickle
 import re
+from types import SimpleNamespace as Is
 
 import pytest
 
+from credit_rl import rollout as rollouts
 from credit_rl.engine import ScriptedEngine
 from credit_rl.tspo import first_turns
 from credit_rl.protocol import PROTOCOLS, Chat, byte_tokenizer
@@ -91,3 +93,11 @@ def test_cut_labels_and_echoes_are_no_fields():
         fields = read_observation(text[:n], ['Lyon or Paris', 'Paris now']).returned()
         assert fields in ((), ('France',), ('France', 'x')), (text[:n], fields)
     assert Observation('abc', [(0, 2)]).first(1).returned() == ('a',)
+
+
+def test_a_call_that_no_room_is_left_for_is_not_run():
+    "What would be recorded as skipped must not happen."
+    env, call = Is(malformed='error', max_turns=5), Is(call={'queries': ['x']}, error='')
+    draft = Is(turns=[], ids=[0] * 10, limit=14)
+    batch = [Is(stop='stop', ids=[1]), Is(stop='stop', ids=[1, 2]), Is(stop='stop', ids=[1, 2, 3]), Is(stop='length', ids=[1])]
+    assert rollouts._readable(env, [draft] * 4, [call] * 4, batch) == [0, 1]

@@ -332,6 +332,11 @@ def test_skipping_ends_after_some_updates_in_a_row_with_their_count(monkeypatch)
     with pytest.raises(BadStep, match=f'those of {MOST_REFUSED - 1} updates before'): step()
 
 
+def test_what_is_asked_again_goes_out_by_its_own_name():
+    q = Group(example_group().question, []).question
+    assert q.again(1).id != q.id and q.again(1).first == q == q.first and q.again(2).meta == q.meta
+
+
 @pytest.mark.parametrize('draws', [1, 2])
 def test_a_question_that_a_step_asks_twice_has_other_rollouts_the_second_time(tmp_path, draws):
     short = {**SHORT, 'steps': 1, 'questions': 3, 'questions_per_step': 6, 'log_rollouts': 6, 'eval_every': 1}

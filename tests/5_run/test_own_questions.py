@@ -201,3 +201,14 @@ def test_an_index_of_a_folder_of_documents_is_what_corpus_finds(place, tmp_path,
     assert f'{len(passages)} passages' in capsys.readouterr().out
     [found] = BM25.load(tmp_path / 'index').search(['Zarn lighthouses'], 1)
     assert found[0].text == 'Zarn has two lighthouses on'
+
+
+def test_a_question_of_two_files_is_in_one_part(tmp_path):
+    "Where files say different parts of it, test goes before dev, and dev before training."
+    parts = ['train', 'dev', 'test']
+    for name, shift in (('a', 0), ('b', 1)):
+        (tmp_path / f'{name}.jsonl').write_text(''.join(json.dumps(
+            {'question': f'{i}?', 'answer': 'x', 'split': parts[(i + shift * (i % 2)) % 3]}) + '\n' for i in range(36)))
+    found = real_questions(make_config({'data': f'{tmp_path / "a.jsonl"}+{tmp_path / "b.jsonl"}', 'model': 'a/b'}), 0)
+    texts = {part: {q.text for q in questions} for part, questions in found.items()}
+    assert all(texts.values()) and not texts['train'] & (texts['dev'] | texts['test']) and not texts['dev'] & texts['test']

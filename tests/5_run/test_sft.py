@@ -5,6 +5,7 @@ import json
 import math
 import os
 import signal
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ from credit_rl.runlog import read_turns
 from credit_rl.sft import (Imitation, deal_batches, demos_main, fine_tune, imitator, keep_right, main, read_demos,
                            rejection_sft)
 from credit_rl.tiny import tiny_environment
-from credit_rl.trajectory import Group, example_group
+from credit_rl.trajectory import Group, Question, example_group
 from credit_rl.world import make_world
 from gguf_files import small_llama
 
@@ -280,3 +281,22 @@ def test_what_cannot_be_demonstrated_is_refused(tmp_path, root, monkeypatch, wor
     monkeypatch.chdir(root)
     with pytest.raises(SystemExit, match=message): demos_main([f'run={tmp_path / "run"}', *words])
     assert not (tmp_path / 'run' / 'summary.json').exists()
+
+
+def test_each_training_question_is_played_once(tmp_path, monkeypatch):
+    "Where more are asked for than there are, their rollouts would come again, drawn by the same numbers."
+    asked, said, train = [], [], [Question(str(i), f'{i}?', ['a']) for i in range(5)]
+    def play(engine, env, questions, *rest):
+        asked.extend(questions)
+        return []
+    monkeypatch.setattr(sft, 'rollout', play)
+    monkeypatch.setattr(sft, 'play_parts', lambda folder, parts, play, times, say: [
+        g for i, part in enumerate(parts) for g in play(part, i)])
+    actor = SimpleNamespace(
+        setup=SimpleNamespace(chat=None, questions={'train': train}, environments={'train': None}), seed=0, say=said.append,
+        engine=None, sampling=None, ranks=SimpleNamespace(each=lambda part, share: share(part)), log=SimpleNamespace(folder=tmp_path))
+    for most in (3, 400):
+        asked.clear()
+        sft._examples(actor, 'em', None, sft.Imitation(questions=most))
+        assert len(asked) == len({q.id for q in asked}) == min(most, 5)
+    assert sum('of which there are 5' in line for line in said) == 1

@@ -1,4 +1,5 @@
 """Whole runs: what is refused before anything is computed, and that one killed anywhere ends as if it had not been."""
+import contextlib
 import dataclasses
 import gzip
 import importlib
@@ -948,3 +949,22 @@ def test_the_base_attempts_questions_of_all_sets():
     ranks = SimpleNamespace(each=lambda share, play: played.extend(share))
     training.Actor.attempt_dev(SimpleNamespace(setup=setup, ranks=ranks, seed=0), 8)
     assert {q.source for q in played} == {'nq', 'musique'} and len(played) == 8
+
+
+def test_of_a_step_whose_first_group_was_not_kept_rollouts_are_written(monkeypatch):
+    rows = []
+    monkeypatch.setattr(training, 'rollout_rows', lambda batch, shown: [{'place': i} for i in shown])
+    batch = SimpleNamespace(layout=SimpleNamespace(groups=torch.tensor([1, 1, 2, 2, 4, 4])))
+    training.keep_rollouts(SimpleNamespace(turns=lambda step, found: rows.extend(found)), 1, batch, most=2)
+    assert [row['place'] for row in rows] == [0, 1, 2, 3]
+
+
+def test_where_dev_is_not_measured_the_base_is_the_best_until_something_is(monkeypatch):
+    scores, saved = iter([math.nan, math.nan, -2., -3., math.nan]), []
+    monkeypatch.setattr(training, 'dev_metrics', lambda scores: {})
+    run = SimpleNamespace(
+        log=SimpleNamespace(timed=lambda what: contextlib.nullcontext(), metrics=lambda step, **more: None), gated=False,
+        chosen_by=None, memory={'best': -1., 'best_step': 0}, evaluate=lambda part: ({'em': next(scores)}, None),
+        checkpoint=lambda step, name: saved.append((step, name)))
+    for step in range(5): training._evaluate_dev(run, step, {})
+    assert saved == [(0, 'best'), (1, None), (2, 'best'), (3, None), (4, None)] and run.memory['best_step'] == 2
