@@ -114,7 +114,8 @@ def count_states():
               for p in PAPERS for q in equations(p).itertuples()]
     of, groups, states = zip(*found)
     table = pd.crosstab([of, groups], [states], rownames=['paper', ''], colnames=[None], margins=True, margins_name='all')
-    return table.reindex(index=[*PAPERS, 'all'], level=0)[['as meant', 'differs', 'by others', 'not measured', 'all']]
+    states = ['as meant', 'differs', 'by others', 'not measured', 'all']
+    return table.reindex(index=[*PAPERS, 'all'], level=0).reindex(columns=states, fill_value=0)
 
 
 # %% ../../nbs/papers/84_papers.ipynb #w002
