@@ -9,7 +9,7 @@ __all__ = ['Setup', 'tiny_worlds', 'known_worlds', 'make_setup', 'real_questions
            'plan_of', 'load_of', 'forecast', 'foretell', 'weigh', 'Examiner', 'examine', 'start_run']
 
 # %% ../nbs/5_run/62_setup.ipynb #c002
-import copy, dataclasses, importlib.util, os, random, sys, tempfile
+import copy, dataclasses, importlib.util, os, random, sys, tempfile, warnings
 from dataclasses import dataclass
 from inspect import signature
 from pathlib import Path
@@ -233,6 +233,9 @@ def _mixed_questions(task, names, seed):
     for part in ('test', 'dev', 'train'):
         above = {q.text for other in kept.values() for q in other}
         kept[part] = [q for q in merged[part] if q.text not in above]
+    if lost := sum(map(len, merged.values())) - sum(map(len, kept.values())):
+        warnings.warn(f'{lost} questions of {", ".join(names)} stand in several of these sets and in other parts of them: they are '
+                      'left out of training where they are held out, and of dev where they are tested')
     merged = {part: kept[part] for part in merged}
     drawn, mix = merged['train'], task.mix
     if mix:                                            # as many as stand in the shares to each other

@@ -7,7 +7,7 @@ __all__ = ['Result', 'Stop', 'Question', 'Turn', 'Trajectory', 'Group', 'example
            'group_from_json', 'turn_counts', 'group_index']
 
 # %% ../nbs/1_rules/00_trajectory.ipynb #c002
-import dataclasses, json
+import dataclasses, json, re
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -64,8 +64,8 @@ class Question:
     @property
     def first(self):
         "The question as its data set has it, however often a step asks it."
-        name, asked_again, _ = self.id.rpartition(' (again ')
-        return dataclasses.replace(self, id=name) if asked_again else self
+        own = re.fullmatch(r'(.*) \(again \d+\)', self.id, re.DOTALL)
+        return dataclasses.replace(self, id=own[1]) if own else self
 
 # %% ../nbs/1_rules/00_trajectory.ipynb #c013
 @dataclass(frozen=True)

@@ -81,6 +81,15 @@ def test_a_model_that_was_exported_before_the_run_went_on_is_not_asked(run, tmp_
     assert 'leave_out' in ' '.join(of_model([str(place)], said.append)) and 'drawn anew' in said[-1]
 
 
+def test_an_export_says_how_it_is_loaded_and_that_its_prompts_have_changed(run, tmp_path):
+    assert read_json(run[1] / 'credit_rl.json')['tokenizer'] == 'PreTrainedTokenizerFast'      # AutoTokenizer makes Qwen2's of it
+    place = shutil.copytree(run[0], tmp_path / 'run', symlinks=True)
+    summary = read_json(place / 'summary.json')
+    (place / 'summary.json').unlink()
+    (place / 'summary.json').write_text(json.dumps(summary | {'rendered_hash': 'other'}))
+    with pytest.warns(UserWarning, match='other prompts'): export_run(place, tmp_path / 'made')
+
+
 def test_leaving_all_out_or_a_folder_that_says_nothing_is_refused(run, tmp_path, monkeypatch):
     with pytest.raises(ValueError, match='questions'):
         open_set(Evaluation(leave_out=str(tmp_path), **SAMPLE), 'hotpotqa', {})

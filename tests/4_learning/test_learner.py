@@ -22,7 +22,7 @@ from credit_rl.runlog import read_metrics, read_turns, same_metrics
 from credit_rl.scoring import AnswerTemplate
 from credit_rl.settings import make_config
 from credit_rl.train import train
-from credit_rl.trajectory import Group, example_group
+from credit_rl.trajectory import Group, Question, example_group
 from started import apart
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -335,6 +335,8 @@ def test_skipping_ends_after_some_updates_in_a_row_with_their_count(monkeypatch)
 def test_what_is_asked_again_goes_out_by_its_own_name():
     q = Group(example_group().question, []).question
     assert q.again(1).id != q.id and q.again(1).first == q == q.first and q.again(2).meta == q.meta
+    own = Question('do it (again please)', '?', ['a'])
+    assert own.first == own
 
 
 @pytest.mark.parametrize('draws', [1, 2])

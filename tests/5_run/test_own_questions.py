@@ -209,6 +209,7 @@ def test_a_question_of_two_files_is_in_one_part(tmp_path):
     for name, shift in (('a', 0), ('b', 1)):
         (tmp_path / f'{name}.jsonl').write_text(''.join(json.dumps(
             {'question': f'{i}?', 'answer': 'x', 'split': parts[(i + shift * (i % 2)) % 3]}) + '\n' for i in range(36)))
-    found = real_questions(make_config({'data': f'{tmp_path / "a.jsonl"}+{tmp_path / "b.jsonl"}', 'model': 'a/b'}), 0)
+    with pytest.warns(UserWarning, match='questions of .* stand in several'):
+        found = real_questions(make_config({'data': f'{tmp_path / "a.jsonl"}+{tmp_path / "b.jsonl"}', 'model': 'a/b'}), 0)
     texts = {part: {q.text for q in questions} for part, questions in found.items()}
     assert all(texts.values()) and not texts['train'] & (texts['dev'] | texts['test']) and not texts['dev'] & texts['test']

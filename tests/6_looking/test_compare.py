@@ -436,3 +436,13 @@ def test_a_method_s_name_from_a_file_stays_in_its_cell(tmp_path, attack, said):
         path.write_text(json.dumps(values))
     header, rule, row, *rest = markdown_table(tmp_path).splitlines()
     assert row.startswith(f'| {said} | 1 |') and '<' not in row
+
+
+def test_folders_of_runs_stand_beside_runs_and_hops_are_of_the_seeds_that_have_them(tmp_path):
+    for name in ('study/a', 'study/b', 'c'):
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / 'params.yaml').write_text('method: grpo')
+    assert [f.name for f in compare.find_runs([tmp_path / 'c', tmp_path / 'study'])] == ['c', 'a', 'b']
+    made = lambda **hops: {'final': hops, 'base_em': 0., 'final_em': .5, 'seconds': 60.}
+    row = compare._table_row('grpo', {1: made(**{'1': .2}), 2: made(**{'1': .4, '4': .6})})
+    assert (row['1 hop'], row['4 hops'], row['minutes']) == ('0.300', '0.600', '1.0')
