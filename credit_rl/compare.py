@@ -707,6 +707,9 @@ def _arguments(arguments):
     for path in (given.notebook, given.report):
         if not Path(path).exists():
             raise FileNotFoundError(f'{path} does not exist; relative paths start at the top of the checkout')
+    for name, instead in (('method', '--methods'), ('seed', '--seeds'), ('run', '--out')):
+        if any(text.startswith(f'{name}=') for text in given.settings):
+            raise ValueError(f"{name} is each run's own; give {instead}")
     if params.get('dry_run'): raise ValueError('a comparison has no dry_run; python -m credit_rl.train has, for a run')
     if given.workers < 1: raise ValueError(f'--workers must be at least 1, got {given.workers}')
     for method in given.methods: get_method((params.get('methods') or {}).get(method, {}).get('method', method))

@@ -233,16 +233,28 @@ def _params_file(path):
     raise FileNotFoundError(f'--params: there is no file {path}' + ''.join(f'; did you mean {known[n]}?' for n in near))
 
 def _merge_nested(settings, over, known):
-    "Settings with others put over them, those of one key of a dict into that dict, which may be a group's: dict."
+    """Settings with others put over them, those of one key of a dict into that dict, which may be a group's: dict. A
+    world or method that has a setting of its own takes what is put over it too."""
     settings, dicts = dotted(settings, known), [n for n in known if isinstance(known[n].default, dict)]
     def of_today(name):
         head, dot, key = name.partition('.')
         return f'{MOVED[head]}.{key}' if dot and MOVED.get(head) in dicts else name
-    for name, value in dotted({of_today(n): v for n, v in over.items()}, known).items():
-        whole = next((n for n in dicts if name not in known and name.startswith(f'{n}.')), None)
-        inside = whole and {whole: {**(settings.get(whole) or {}), name.removeprefix(f'{whole}.'): value}}
-        settings |= inside or {name: value}
-    return settings
+    def put(settings, over):
+        for name, value in over.items():
+            whole = next((n for n in dicts if name not in known and name.startswith(f'{n}.')), None)
+            inside = whole and {whole: {**(settings.get(whole) or {}), name.removeprefix(f'{whole}.'): value}}
+            settings |= inside or {name: value}
+        return settings
+    def put_on_own(own):
+        own, found = dotted(own, known), {}
+        for name, value in over.items():
+            if name in own or any(name.startswith(f'{n}.') for n in own):
+                found[name] = {**own[name], **value} if isinstance(value, dict) and isinstance(own.get(name), dict) else value
+        return put(own, found)
+    over = dotted({of_today(n): v for n, v in over.items()}, known)
+    for part in [p for p in ('worlds', 'methods') if isinstance(settings.get(p), dict)]:
+        settings[part] = {name: put_on_own(own) if isinstance(own, dict) else own for name, own in settings[part].items()}
+    return put(settings, over)
 
 # %% ../nbs/machinery/06_parameters.ipynb #p0604
 def error_line(

@@ -142,7 +142,7 @@ def credit_metrics(
     method,          # Method of the step
     batch,           # Batch of N trajectories
     critic=None,     # the learner's, where there is one
-    segments=False,  # True: the model writes its context itself, in segments (CARL)
+    protocol=None,   # Protocol that was spoken; of one whose model writes its context itself, segments are told (CARL)
 ):
     "Metrics of a step's credit, and of what was seen for it: dict."
     layout, rewards, seen, credit = batch.layout, batch.rewards, batch.seen, batch.credit
@@ -161,7 +161,8 @@ def credit_metrics(
         valued = critic.where(layout.token_turns) & ~rewards['outcome'].isnan()[layout.row_trajectory, None]
         out['explained_variance'] = explained_variance(seen.values[valued], credit.returns[valued])
         out['explained_outcome'] = _explained_outcome(seen.values, rewards['outcome'], layout)
-    if segments: out |= segment_statistics(batch.groups, layout, seen.values if seen else None)
+    if protocol and protocol.context_tag:
+        out |= segment_statistics(batch.groups, layout, seen.values if seen else None, protocol)
     return out | method.metrics(batch)
 
 def _explained_outcome(values, outcome, layout):

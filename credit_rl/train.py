@@ -472,9 +472,9 @@ class Run:
         # a teacher that has words of its own is told what was said
         taught_by = c.teacher.model if self.method.needs.teacher else 'self'
         self.teacher = teacher_chat(taught_by, chat.tokenizer, chat.protocol)
-        self.prefix, self.segments = len(chat.encode(answer_header(chat))), bool(chat.protocol.context_tag)
+        self.prefix = len(chat.encode(answer_header(chat)))
         # whether the critic had to pass a gate, or was warmed up for one
-        self.gated = bool(self.segments and self.learner.critic and (self.method.learns_chance or warmed))
+        self.gated = bool(chat.protocol.context_tag and self.learner.critic and (self.method.learns_chance or warmed))
         asked = {part: self.setup.questions.get(part, ()) for part in ('train', 'dev')}
         self.tiers = pool_tiers(c.log.pool, asked['train'], self.metric, c.model, some=True) if c.log.pool else \
             taught_tiers(asked['train']) or known_tiers(warmed)
@@ -552,7 +552,7 @@ def train_step(
             run.learner.tick(step)                                  # a teacher's period is counted in steps
             return metrics | _NOTHING_LEARNED
         credit, sampler = correct_credit(batch, *run.correction)
-        metrics |= credit_metrics(method, batch, run.learner.critic, run.segments)
+        metrics |= credit_metrics(method, batch, run.learner.critic, run.setup.chat.protocol)
         metrics['trained_tokens'] = run.learner.optimiser.epochs * credited_tokens(credit, batch.layout)
         if measure_kl: metrics |= kl_from_base(run.learner, batch.layout)
         made = lambda e: {'step': step, 'rollouts': rollout_rows(batch, e.trajectories)}
@@ -577,7 +577,7 @@ def _gate_metrics(run):
     table = start_values(run.learner.evaluate(layout, Needs(values=True)).values, layout)
     if not run.actor.ahead: run.wake()
     tier = [run.dev_tiers.get((g.question.source, g.question.id), 0) for g in groups]
-    found = gate_again(groups, tier, table, run.metric)
+    found = gate_again(groups, tier, table, run.metric, run.setup.chat.protocol)
     return {'gate_auc': found.auc, 'gate_sign': found.sign_accuracy, 'gate_explained': found.explained_variance}
 
 # %% ../nbs/5_run/63_train.ipynb #c0751

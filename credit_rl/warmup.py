@@ -227,13 +227,14 @@ def gold_shown(
 def sign_pairs(
     groups,  # list of Group, rollouts in segments
     values,  # (N, S) the critic's value at the start of each segment, NaN where there is none
+    protocol=PROTOCOLS['carl'],  # as for `gold_shown`
 ):
     """Pair the change of V across each assimilate segment that was shown the gold with whether it kept it (CARL
     appendix I): (P, 2)."""
     played = [t for g in groups for t in g.trajectories]
     out = [[values[i, k + 1].item() - values[i, k].item(), float(kept)]
            for i, t in enumerate(played)
-           for k, kept in gold_shown(t) if values[i, k:k + 2].isfinite().all()]
+           for k, kept in gold_shown(t, protocol) if values[i, k:k + 2].isfinite().all()]
     return torch.tensor(out, dtype=torch.float64).reshape(-1, 2)
 
 # %% ../nbs/4_learning/54_warmup.ipynb #c034
@@ -241,6 +242,7 @@ def segment_statistics(
     groups,       # list of Group, rollouts in segments
     layout,       # of all of them
     values=None,  # (R, T) the critic's, before each token that it values; None: there is none
+    protocol=PROTOCOLS['carl'],  # as for `gold_shown`
 ):
     """What to log of a step's segments: tool_rate, context_tokens, and with a critic value_start, sign_kept, sign_lost
     (CARL appendices E and I), NaN where there is nothing."""
@@ -251,7 +253,7 @@ def segment_statistics(
     out = {'tool_rate': mean(called), 'context_tokens': mean(lengths)}
     if values is None: return out
     table = at_states(values, segment_starts(layout.token_turns, layout.row_trajectory, layout.turn_mask))
-    change, kept = sign_pairs(groups, table).unbind(1)
+    change, kept = sign_pairs(groups, table, protocol).unbind(1)
     return {**out, 'value_start': table[:, 0].mean().item(), 'sign_kept': mean((change[kept == 1] > 0).tolist()),
             'sign_lost': mean((change[kept == 0] < 0).tolist())}
 
@@ -261,12 +263,13 @@ def gate_again(
     tier,         # (B,) tier of each group's question, 1 or 2; 0: not known, so its V(s_0) is not ranked
     table,        # (N, S) the critic's value at the start of each segment, NaN where there is none
     metric='em',  # outcome, see outcome_rewards
+    protocol=PROTOCOLS['carl'],  # as for `gold_shown`
 ):
     "Examine a critic on what the policy does as it is now: `GateReport`."
     mask, index = index_groups(groups)
     outcome, own = outcome_rewards(groups, metric)[:, None].expand(mask.shape), torch.as_tensor(tier)[index]
     counted, ranked = mask & table.isfinite() & outcome.isfinite(), (own > 0) & table[:, 0].isfinite()
-    pairs = sign_pairs(groups, table)
+    pairs = sign_pairs(groups, table, protocol)
     return gate(table[ranked, 0], own[ranked], pairs[pairs[:, 0].isfinite()], table[counted], outcome[counted])
 
 # %% ../nbs/4_learning/54_warmup.ipynb #c038
@@ -631,6 +634,7 @@ class Examination:
         ranks=Ranks(),     # that share the states which a model with a head reads
     ):
         self.data, self.metric, self.row_tokens, self.ranks = data, metric, row_tokens, ranks
+        self.protocol = env.chat.protocol
         self.prompts = env.chat.prompt_ids([q.text for q in data.questions])
         known = outcome_rewards(data.groups, metric).isfinite()[:, None]
         self.pairs, self.turn_mask = make_pairs(data.groups, data.buckets, metric), index_groups(data.groups)[0] & known
@@ -647,7 +651,8 @@ class Examination:
         starts, states = values.split([len(self.prompts), len(self.pairs.contexts)])
         return starts, torch.full(self.turn_mask.shape, torch.nan).masked_scatter(self.turn_mask, states)
 
-    def signs(self, table): return sign_pairs([self.data.groups[i] for i in self.forced], table[self.forced])
+    def signs(self, table):
+        return sign_pairs([self.data.groups[i] for i in self.forced], table[self.forced], self.protocol)
 
     def __call__(self, model, head=None):
         "`GateReport` of a critic; as `read`."

@@ -8,6 +8,7 @@ import unicodedata
 from types import SimpleNamespace
 
 import pytest
+import torch
 from hypothesis import given, settings, strategies as st
 
 from credit_rl.diagnostics import error_category
@@ -21,7 +22,7 @@ from credit_rl.readers import BLANKLESS, marks
 from credit_rl.tools import observation_of, render_json
 from credit_rl.trajectory import Group, Question, Result, Trajectory, Turn, example_group, group_from_json, to_json
 from credit_rl.turn_rewards import rule_turn_rewards
-from credit_rl.warmup import gold_shown
+from credit_rl.warmup import gate_again, gold_shown, sign_pairs
 
 
 QUERIES = ['Is it Lyon or Paris?', 'capital of France']
@@ -67,6 +68,16 @@ def test_what_a_program_printed_is_a_find_and_its_error_is_none():
     last = Turn('commit', [1], [-1.], [], '', '')
     said = lambda text: gold_shown(group([say(text), note, last]).trajectories[0])
     assert said('Paris') == [(1, True)] and said("Error: name 'Paris' is not defined") == []
+
+
+def test_what_a_note_keeps_is_read_by_its_own_protocols_tag():
+    own = dataclasses.replace(PROTOCOLS['carl'], context_tag='memory')
+    found = dataclasses.replace(turn('Paris', result=Result.OK), kind='invoke', call={'name': 'python', 'code': 'search()'})
+    note = Turn('assimilate', [1], [-1.], [], '<memory>Paris</memory>', '')
+    played = [group([found, note])]
+    values = torch.tensor([[.2, .3, .7]])
+    assert sign_pairs(played, values, own)[:, 1].tolist() == [1.] and sign_pairs(played, values)[:, 1].tolist() == [0.]
+    assert gate_again(played, [2], values, protocol=own).sign_accuracy == 1.
 
 
 def test_what_is_stored_counts_before_what_can_be_read():
