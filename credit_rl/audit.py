@@ -535,11 +535,15 @@ def _make_audit(config, auditing, say):
     origin = origin_of(config)
     stage = make_setup(config, origin, say)
     engine = make_engine(config, origin.start, stage.model, stage.chat.tokenizer)
-    questions = draw_questions(stage.questions['train'], auditing.asked, 1, seed_of('audit', config.seed))
+    train = stage.questions['train']
+    count = min(auditing.asked, len(train))            # each once: a copy's rollouts come again, and are no other sample
+    if count < 2: raise ValueError(f'an audit compares questions, and {config.data} has {count} to train on; give at least two')
+    if count < auditing.asked: say(f'asked={auditing.asked}, of {count} questions that there are: each is played once')
+    questions = draw_questions(train, count, 1, seed_of('audit', config.seed))
     env, how = stage.environments['train'], SamplingParams(config.temperature, max_tokens=config.turn_tokens)
-    say(f'{auditing.asked} questions, {auditing.attempts} attempts each')
+    say(f'{count} questions, {auditing.attempts} attempts each')
     groups = rollout(engine, env, questions, auditing.attempts, how, seed_of('audit', config.seed),
-                     Progress(say, 'rollouts played', auditing.asked * auditing.attempts))
+                     Progress(say, 'rollouts played', count * auditing.attempts))
     first = _judged_run(config, 'grpo', own('grpo'), stage, origin, 0)
     outcome, since = lambda g: first.method.text_rewards(g)['outcome'], time.monotonic()
     truth = find_truth(engine, env, groups, auditing.plays, outcome, how, seed_of('audit, on', config.seed),

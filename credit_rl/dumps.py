@@ -500,8 +500,10 @@ def _describe(dump):
                                    + '; '.join(refused))
     table = compare_rules(dump.groups, names, lambda _, name: credit[name][0])
     apart = [n for n in names if table['apart'][n] > 0]
-    shown = table[['credited', 'apart', *(f'τ with {n}' for n in apart)]].rename(columns={f'τ with {n}': n for n in apart})
-    return (f'{len(dump.groups)} questions, {len(dump.rewards)} rollouts, by {credit[names[0]][1]}\n'
+    table.insert(0, 'by', ['the file' if _earned(dump, name) else 'texts' for name in names])
+    shown = table[['by', 'credited', 'apart', *(f'τ with {n}' for n in apart)]].rename(columns={f'τ with {n}': n for n in apart})
+    return (f'{len(dump.groups)} questions, {len(dump.rewards)} rollouts\n'
+            'by: what the file says that rollouts and turns earned, or texts, whose answers are compared with golds\n'
             'credited: share of turns; apart: share of rollouts whose turns are told apart; then τ with each rule that does so\n'
             + '\n'.join([shown.to_string(float_format='{:.2f}'.format), *refused]))
 

@@ -25,7 +25,7 @@ from ..options import SettingsGroup, nearest, setting
 from ..outcome import METRICS, outcome_rewards
 from ..parameters import by_group, from_settings, make_parser, read_settings
 from ..parts import Measured, assign, to_tokens
-from ..runlog import Journal, atomic_write, read_turns, writing
+from ..runlog import Journal, atomic_write, has_metrics, read_metrics, read_turns, writing
 from ..significance import holm, mean_interval, verdict, welch
 from .foretell import with_rivals
 from .games import (Moves, action_chances, asking, base_right, chain, draw_moves, earnings_before,
@@ -965,6 +965,11 @@ CHARTS = {
 }
 
 # %% ../../nbs/experiments/67_lab.ipynb #m008
+def _absent(r):  # row of a table, without a ratio
+    "Why a rule has no ratio of steps to GRPO's: str. Fewer than three seeds of one of the two got there."
+    return ('never there' if not r.reached else f'there in {r.reached:.0%} of the seeds'
+            ) + f', grpo in {r.first_reached:.0%}' * (r.first_reached < 1)
+
 def _chart_rows(line, table):
     "Places of a line and its rows of the table: two lists."
     found = {(r.world, r.rule): r for r in table.itertuples()}
@@ -976,7 +981,7 @@ def chart_says(chart, table, digits=2):
     said = []
     for name, line in chart.lines.items():
         places, rows = _chart_rows(line, table)
-        known = [(x, f'×{r.steps:.{digits}f}' if r.steps == r.steps else 'never there')
+        known = [(x, f'×{r.steps:.{digits}f}' if r.steps == r.steps else _absent(r))
                  for x, r in zip(places, rows) if r.seeds == r.seeds]
         if known: said.append(f'{name} ' + ', '.join(f'{worth} at {x}' for x, worth in (
             known if len(known) < 3 or isinstance(known[0][0], str) else (known[0], known[-1]))))
@@ -990,7 +995,7 @@ def _draw_line(axes, places, rows, at, style):  # two axes; at: dict word -> pla
     learned = [(r.steps, r.steps - r.low, r.high - r.steps) for r in rows]
     for x, r in zip(places, rows):
         if r.seeds == r.seeds and r.steps != r.steps: axes[1].annotate(
-            'never there', (at.get(x, x), .02), xycoords=('data', 'axes fraction'), ha='right', color=style['color'])
+            _absent(r), (at.get(x, x), .02), xycoords=('data', 'axes fraction'), ha='right', color=style['color'])
     for ax, ends in zip(axes, (exact, learned)):
         known = [(at.get(x, x), *end) for x, end in zip(places, ends) if end[0] == end[0]]
         if not known: continue
@@ -1088,7 +1093,7 @@ def nearest_worlds(
 def map_page(table):
     """From a problem to its rules: DataFrame, a row for each world in which rules have learned, with outcome, turns,
     right and near misses of its base, and which rules were ahead of GRPO, level with it, not told apart, behind, or
-    never at the goal, with their ratios of steps, and of turns where these differ by a tenth."""
+    too rarely at the goal for a ratio, with their ratios of steps, and of turns where these differ by a tenth."""
     import pandas as pd
     worth = lambda r: f'{r.rule} ×{r.steps:.2f}' + f' (by turns ×{r.turns:.2f})' * (abs(r.turns / r.steps - 1) > .1)
     rows = {}
@@ -1096,7 +1101,8 @@ def map_page(table):
         s, learned = situation(name), learned.sort_values('steps', ascending=False)
         said = {word: ', '.join(map(worth, learned[learned.verdict == word].itertuples()))
                 for word in ('ahead', 'within ± .1', 'not told apart', 'behind')}
-        rows[name] = {**s, **said, 'never there': ', '.join(learned.rule[learned.steps.isna()])}
+        none = learned[learned.steps.isna()].itertuples()
+        rows[name] = {**s, **said, 'without a ratio': ', '.join(f'{r.rule} ({_absent(r)})' for r in none)}
     return pd.DataFrame.from_dict(rows, orient='index')
 
 def judge_expected(
@@ -1120,7 +1126,7 @@ class WhichChoice(SettingsGroup):
     right: float = setting(None, 'share of the rollouts that are right', kind=float, least=0, most=1)
     near: float = setting(None, 'share of the wrong ones that were shown the gold', kind=float, least=0, most=1)
     pays_parts: bool = setting(False, 'True: the outcome is the share of independent parts that are right')
-    run: str = setting(None, 'folder with rollouts, from which what is not given is measured', kind=str)
+    run: str = setting(None, 'folder of an evaluation, or of a run, whose first step counts: what is not given is measured there', kind=str)
     lab: str = setting('runs/lab', 'folder of the lab that is asked')
     worlds: int = setting(3, 'how many of the nearest worlds are shown', least=1)
 
@@ -1130,21 +1136,27 @@ def trainable(rule):  # name of a contender
     return c.plays < math.inf and c.critic != 'exact' and c.sight != 'told' and (not c.belief or c.auc < 1)
 
 def measured_problem(
-    folder,  # of an evaluation, or of a run of training
+    folder,       # of an evaluation, or of a run of training, whose first step its base plays
+    parts=False,  # whether the outcome is the share of independent parts that are right
 ):
-    """What stored rollouts say of a problem: dict with turns, right and, where any is wrong, near, by exact match. Raises
-    ValueError without any."""
+    """What stored rollouts say of a problem: dict with turns, right and, where any is wrong, near. Raises ValueError
+    without any, and where a run's steps do not say which parts are right."""
+    if has_metrics(folder):
+        if parts: raise ValueError(f"{folder}: a run's steps count answers that are right whole: evaluate its base, or give right=")
+        first = read_metrics(folder).query('step > 0').iloc[:1]
+        if not len(first): raise ValueError(f'{folder} has no step of training yet')
+        found = {'turns': first.turns.item(), 'right': first.em.item(), 'near': first.near_miss.item()}
+        return {name: x for name, x in found.items() if x == x}
     tries = {}
     for row in (row for path in sorted(Path(folder).rglob('turns.jsonl.gz')) for row in read_turns(path.parent)):
-        if row['kind'] not in ('evaluate', 'train'): continue
+        if row['kind'] != 'evaluate': continue
         t = trajectory_from_json(row['trajectory'])
-        tries.setdefault((row['step'], t.question.source, t.question.id), []).append(t)
+        tries.setdefault((t.question.source, t.question.id), []).append(t)
     if not tries: raise ValueError(f'{folder} keeps no rollouts: give the folder of an evaluation or of a run')
     groups = [Group(own[0].question, own) for own in tries.values()]
-    mask, owner = index_groups(groups)
-    outcome = outcome_rewards(groups, 'em')
-    near = near_miss_statistics(outcome.round().long(), first_turns(groups), mask, owner)['near_miss']
-    return {'turns': mask.sum(1).float().mean().item(), 'right': outcome.mean().item(), **({'near': near} if near == near else {})}
+    outcome, turns = outcome_rewards(groups, 'parts' if parts else 'em'), index_groups(groups)[0].sum(1).float()
+    near = 0. if parts else (first_turns(groups) >= 0)[outcome == 0].float().mean().item()       # NaN where none is wrong
+    return {'turns': turns.mean().item(), 'right': outcome.mean().item(), **({'near': near} if near == near else {})}
 
 def which(
     problem,  # dict with turns, right, near, parts, as for nearest_worlds
@@ -1156,7 +1168,7 @@ def which(
     import pandas as pd
     learned = table[table.seeds.notna() & table.rule.map(trainable)]
     like = nearest_worlds(**problem, count=count, among=tuple(dict.fromkeys(learned.world)))
-    worth = lambda r: (f'×{r.steps:.2f} ({r.low:.2f} to {r.high:.2f}), {r.verdict}' if r.steps == r.steps else 'never there'
+    worth = lambda r: (f'×{r.steps:.2f} ({r.low:.2f} to {r.high:.2f}), {r.verdict}' if r.steps == r.steps else _absent(r)
                        ) + f', by turns ×{r.turns:.2f}' * (abs(r.turns / r.steps - 1) > .1)
     rows = {world: {r.rule: worth(r) for r in learned[learned.world == world].itertuples()} for world in like}
     facts = {world: situation(world) for world in like}
@@ -1180,7 +1192,7 @@ def which_main(arguments=None):
     parser = make_parser('credit_rl.studies.lab', 'Which rule learned faster in the worlds of the lab most like a problem?')
     try:
         how = from_settings(WhichChoice, read_settings(parser, arguments, by_group(WhichChoice))[0])
-        found = measured_problem(how.run) if how.run else {}
+        found = measured_problem(how.run, how.pays_parts) if how.run else {}
         found |= {name: getattr(how, name) for name in ('turns', 'right', 'near') if getattr(how, name) is not None}
         if missing := [name for name in ('turns', 'right', 'near') if name not in found]:
             raise ValueError(f'{", ".join(missing)} is not known: give it, or run= with the folder of rollouts')

@@ -464,16 +464,22 @@ def test_a_rule_that_never_gets_there_is_on_the_map(little, tmp_path):
     table = written(little, tmp_path, grpo=([8, 9, 8, 9], 10), exact=([-1, -1, 190, -1], 10))
     row = table.set_index('rule').loc['exact']
     assert math.isnan(row.steps) and row.reached == .25
-    assert map_page(table).loc['parts 1', ['ahead', 'never there']].tolist() == ['', 'exact']
+    assert map_page(table).loc['parts 1', ['ahead', 'without a ratio']].tolist() == ['', 'exact (there in 25% of the seeds)']
     chart = lab.Chart('Does it?', 'K', {'exact': [(1, 'parts 1', 'exact')]})
-    assert lab.chart_says(chart, table) == "Does it? GRPO's steps over the rule's: exact never there at 1."
-    assert [text.get_text() for text in chart_figure(chart, table).axes[1].texts] == ['never there']
+    assert lab.chart_says(chart, table) == "Does it? GRPO's steps over the rule's: exact there in 25% of the seeds at 1."
+    assert [text.get_text() for text in chart_figure(chart, table).axes[1].texts] == ['there in 25% of the seeds']
+
+
+def test_a_rule_that_got_there_where_grpo_did_not_is_not_called_hopeless(little, tmp_path):
+    table = written(little, tmp_path, grpo=([-1, -1, 190, -1], 10), exact=([4, 5, 4, 5], 10))
+    assert math.isnan(table.set_index('rule').steps['exact'])
+    assert map_page(table).loc['parts 1', 'without a ratio'] == 'exact (there in 100% of the seeds, grpo in 25%)'
 
 
 def rows_of(*found):  # (world, rule, steps, verdict)
     "A table of a lab in which these were learned, each with an interval of a tenth."
     return pd.DataFrame([{'world': world, 'rule': rule, 'steps': x, 'low': .9 * x, 'high': 1.1 * x, 'turns': x, 'seeds': 8.,
-                          'verdict': said} for world, rule, x, said in found])
+                          'reached': float(x == x), 'first_reached': 1., 'verdict': said} for world, rule, x, said in found])
 
 
 def test_which_rule_names_what_can_be_trained_and_where_worlds_contradict_each_other():
@@ -498,3 +504,16 @@ def test_which_rule_measures_a_run_and_refuses_what_it_does_not_know(tmp_path, m
     shown = capsys.readouterr().out
     assert 'your problem: turns 2, right 0.333, near 0.5' in shown and '×1.10 (0.99 to 1.21), ahead' in shown
     with pytest.raises(SystemExit, match='known'): lab.which_main(['turns=2', 'right=.1'])
+
+
+def test_which_rule_takes_a_runs_base_and_the_outcome_that_is_paid(tmp_path):
+    run, made = RunLog(tmp_path / 'run'), to_json(example_group().trajectories[0])
+    for step, em in enumerate((math.nan, .1, .9)): run.metrics(step, em=em, turns=3., near_miss=.5)
+    run.close()
+    assert lab.measured_problem(tmp_path / 'run') == {'turns': 3., 'right': .1, 'near': .5}
+    with pytest.raises(ValueError, match='right whole'): lab.measured_problem(tmp_path / 'run', True)
+    log = RunLog(tmp_path / 'asked' / 'own')
+    half = {**made, 'answer': 'Paris; Oslo', 'question': {**made['question'], 'answers': ['Paris; Rome']}}
+    log.turns(0, [{'kind': 'evaluate', 'trajectory': half, 'advantages': None, 'reward': 0.}])
+    log.close()
+    assert [lab.measured_problem(tmp_path / 'asked', parts)['right'] for parts in (False, True)] == [0., .5]
