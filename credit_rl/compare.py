@@ -769,10 +769,17 @@ def _tell_runs(folders, say):
         by, before, after = 'exact match', s['base_em'], s['final_em']
         if 'reward' in s['final']: by, before, after = 'reward', s['base']['reward'], s['final']['reward']
         say(f'{name}: {own["method"]}, {by} {before:.3f} → {after:.3f}, {s["seconds"] / 60:.1f} min')
-    (first, (asked, base)), *others = runs.items()
-    same = lambda own: all(own.get(n) == asked.get(n) for n in ('data', 'path', 'world', 'regime', 'seed', 'test_questions'))
-    gains = {f'{name} − {first}': both for name, (own, summary) in others if same(own)
-             if (both := [a - b for a, b in marked_pairs(summary['final_right'], base['final_right'])])}
+    asked = lambda own: str([own.get(n) for n in ('data', 'path', 'world', 'regime', 'seed', 'test_questions')])
+    label, bases, gains, left = run_label(*next((name, own) for name, (own, _) in runs.items())), {}, {}, []
+    for name, (own, _) in runs.items():
+        if run_label(name, own) == label: bases.setdefault(asked(own), name)
+    for name, (own, summary) in runs.items():
+        if (base := bases.get(asked(own))) == name: continue
+        if base is None: left.append(name)
+        elif both := [a - b for a, b in marked_pairs(summary['final_right'], runs[base][1]['final_right'])]:
+            gains[f'{name} − {base}'] = both
+    if left or len(bases) == len(runs) > 1:
+        say(f'not compared, for no run of {label} was asked the same by the same seed: {", ".join(left or [*runs][1:])}')
     if gains: say(f'right answers on the same test questions:\n{paired(gains).round(3).to_string()}')
     if len(differ := setting_differences(folders)): say(f'settings that differ:\n{differ.T.to_string()}')
     return 0

@@ -924,6 +924,7 @@ def main(
                         help='run folders of one evaluation, played with gaps=true: rows that differ, and near ties')
     try:
         settings, given = read_settings(parser, arguments, by_group(Evaluation), _FEW)
+        if given.same and settings: raise ValueError(f'--same compares what was played; leave out {", ".join(settings)}')
         if given.same: found = compare_rows(*given.same)
         elif given.replay: found = replay_evaluation(given.replay, changes=settings)
         else: return print(evaluation_table(run_evaluation({**(usual or {}), **settings})).to_string())

@@ -135,6 +135,8 @@ def run_longform(
         if name not in known: raise ValueError(f'there is no setting {name!r}{nearest(name, known)}')
     mine = {k: v for k, v in settings.items() if k in flat_options(JudgeChoice)}
     judging = from_settings(JudgeChoice, mine)
+    if folder and (left := [name for name in settings if name not in mine]):
+        raise ValueError(f'{folder} is judged as it was played, and {", ".join(left)} would not be read: leave it out')
     rest = {'data': PAIRS.name, **{k: v for k, v in settings.items() if k not in mine}}
     played = from_settings(Evaluation, as_played(rest, Evaluation, say))
     _check(played, judging, folder)

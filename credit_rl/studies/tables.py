@@ -279,10 +279,10 @@ def _error_counts(
     data=None,  # the set whose rollouts are sorted; None: all
     most=None,  # wrong rollouts of each set, the first; None: all
 ):
-    """Wrong rollouts of evaluations by category, and by hops where questions tell them (CARL table 7): a pandas
-    DataFrame, see `error_table`."""
+    """Wrong rollouts of evaluations by category, those of a label's seeds together, and by hops where questions tell them
+    (CARL table 7): a pandas DataFrame, see `error_table`."""
     import pandas as pd
-    tables = {}
+    found = {}
     for row in rows:
         for name in read_scores(row.test):
             if data not in (None, name): continue
@@ -290,9 +290,11 @@ def _error_counts(
             metric = carl_match if about.get('metric', {}).get('name') == 'carl_em' else 'em'
             played = [trajectory_from_json(r['trajectory']) for r in read_turns(row.test/name)]
             wrong = [t for t in played if not outcome_of(t, metric)][:most]
-            tables[row.label, name] = error_table(wrong, asked_protocol(about['protocol']['name']), metric)
-    if not tables: raise ValueError(f'none of these evaluations is of {data}')
-    return pd.concat(tables, names=['run', 'data'])
+            found.setdefault((row.label, name), []).append(
+                error_table(wrong, asked_protocol(about['protocol']['name']), metric))
+    if not found: raise ValueError(f'none of these evaluations is of {data}')
+    return pd.concat({key: pd.concat(own).groupby(level=0, sort=False).sum().astype(int) for key, own in found.items()},
+                     names=['run', 'data'])
 
 def _hop_scores(rows):
     """Right by number of hops, HotpotQA and 2Wiki as two (CARL table 18): a pandas DataFrame, a column for each label,
@@ -304,7 +306,7 @@ def _hop_scores(rows):
         for name, scores in ((n, s) for row in own for n, s in read_scores(row.test).items()):
             of = {'2': scores} if name in two else scores['by_hops'] if name == 'musique' else {}
             for hops, x in of.items(): parts.setdefault(f'{hops} hops', []).append((x['questions'], x['score']))
-        columns[f'n, {label}'] = {hops: sum(n for n, _ in x) for hops, x in parts.items()}
+        columns[f'n, {label}'] = {hops: sum(n for n, _ in x) / len(own) for hops, x in parts.items()}     # of a seed
         columns[label] = {hops: sum(n * s for n, s in x) / sum(n for n, _ in x) for hops, x in parts.items()}
     return pd.DataFrame(columns).sort_index()
 
@@ -600,6 +602,7 @@ def _asking_rates(
     pools = {n[6:]: _tiers(labels.pop(n)) for n in [*labels] if n.split()[0] == 'tries'}
     def of(row):
         found, tiers = {1: [], 2: []}, pools.get(row.label.split()[0], pools.get(''))
+        if tiers is None: raise ValueError(f'{row.label}: the pool that tells its tiers (row "tries") is not there')
         for name, r in _answers(row):
             if (sets is None or name in sets) and (name, r['id']) in tiers: found[tiers[name, r['id']]].append(r)
         share = lambda tier, what: sum(map(what, found[tier])) / len(found[tier]) if found[tier] else math.nan
@@ -707,7 +710,8 @@ def _competence_figure(rows):
     return fig
 
 def _bucket_table(rows):
-    "Rollouts of warm-ups by tier of the question and by prompt (CARL table 4): a pandas DataFrame, a column for each."
+    """Rollouts of warm-ups by tier of the question and by prompt, means over the seeds of a label (CARL table 4): a pandas
+    DataFrame, a column for each."""
     import pandas as pd
     columns = {}
     for row in rows:
@@ -715,8 +719,8 @@ def _bucket_table(rows):
         tier = {(q.source, q.id): t for q, t in zip(data.questions, data.tier.tolist())}
         keys = [(g.question.source, g.question.id) for g in data.groups]
         counts = pd.Series([f'tier {tier[k]}, {p}' for k, p in zip(keys, data.prompts)]).value_counts().sort_index()
-        columns[row.label] = {**counts.to_dict(), 'all': int(counts.sum())}
-    return pd.DataFrame(columns)
+        columns.setdefault(row.label, []).append({**counts.to_dict(), 'all': int(counts.sum())})
+    return pd.DataFrame({label: pd.DataFrame(own).fillna(0).mean() for label, own in columns.items()})
 
 def _tier_figure(rows):
     """Draw how the warmed-up critic's value at the question is spread, by tier (CARL figure 4), of the training

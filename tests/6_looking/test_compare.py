@@ -446,3 +446,13 @@ def test_folders_of_runs_stand_beside_runs_and_hops_are_of_the_seeds_that_have_t
     made = lambda **hops: {'final': hops, 'base_em': 0., 'final_em': .5, 'seconds': 60.}
     row = compare._table_row('grpo', {1: made(**{'1': .2}), 2: made(**{'1': .4, '4': .6})})
     assert (row['1 hop'], row['4 hops'], row['minutes']) == ('0.300', '0.600', '1.0')
+
+
+def test_runs_that_are_there_are_paired_by_seed_and_others_are_named(tmp_path, capsys):
+    right = {('grpo', 1): '1000', ('grpo', 2): '0000', ('tspo', 1): '1100', ('tspo', 2): '0110', ('igpo', 3): '1111'}
+    for (method, seed), marks in right.items(): made_up(tmp_path, method, seed, final_right=marks)
+    assert main([str(tmp_path)]) == 0
+    said = capsys.readouterr().out
+    rows = {line.split(maxsplit=3)[0].rpartition('/')[2]: line.split() for line in said.splitlines() if ' − ' in line}
+    assert {name: float(row[4]) for name, row in rows.items()} == {'tspo-1': .25, 'tspo-2': .5}, said
+    assert 'not compared, for no run of grpo was asked the same by the same seed' in said and 'igpo-3' in said
