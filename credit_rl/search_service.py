@@ -305,7 +305,8 @@ def _ask(client, value, deadline):
         try:
             answer = client.session.post(client.url, json=value, timeout=seconds)
             if answer.status_code == 200: return answer.content
-            problem = SearchError(f'{client.url} answered {answer.status_code}: {answer.text[:500]}')
+            kind = SearchLost if answer.status_code in (429, 502, 503, 504) else SearchError   # it does not serve; or one query
+            problem = kind(f'{client.url} answered {answer.status_code}: {answer.text[:500]}')
             if answer.status_code != 429 and answer.status_code < 500: raise problem
         except requests.Timeout: problem = SearchLost(f'{client.url} did not answer within {seconds:.3g} s.')
         except requests.RequestException as e:
@@ -383,15 +384,15 @@ class SearchClient:
         differ."""
         if not Path(path).exists(): return False
         kept = json.loads(Path(path).read_text())
-        if kept['url'] == self.url: return True
         now = kept['corpus'] and self.about()['corpus']
+        if kept['url'] == self.url and not now: return True              # nothing says what is there now
         if now: differs = f'passages of hash {now}, {kept["corpus"]} there' if now != kept['corpus'] else None
         else:
             found = zip(kept['answers'].items(), self.search(list(kept['answers']), kept['k']))
             differs = next((f'another answer to {q!r:.80}' for (q, before), hits in found
                             if before != [[p.title, p.text] for p in hits]), None)
         if differs:
-            raise ValueError(f'{self.url} takes the place of {kept["url"]}, but has {differs}: give a server of the '
+            raise ValueError(f'{self.url}, in the place of {kept["url"]}, has {differs}: give a server of the '
                              'same passages, or begin another run')
         return True
 
@@ -405,12 +406,13 @@ def is_kept_searches(path):
 
 class SearchCache:
     """Search by kept answers, and by a retriever for what is not among them: a `Retriever`. Raises ValueError on a file
-    of something else, FileNotFoundError where a file that is not there shall be replayed."""
+    of something else, or of other passages than the retriever's where both are known, FileNotFoundError where a file that is not there shall be replayed."""
     def __init__(self,
         path,            # JSON lines file of kept answers; made where it is not there
         retriever=None,  # has search(queries, k); None: replay, nothing is asked and nothing written
     ):
         self.path, self.retriever, self.answers, self._lock = Path(path), retriever, {}, threading.Lock()
+        self.corpus = getattr(retriever, 'about', dict)().get('corpus')     # hash of the passages, None where nobody says
         self._journal = Journal(path, head=_HEADER)
         self.url = str(path)   # what a run is said to search
         if not self.path.exists() and retriever is None: raise FileNotFoundError(f'{path}: there is nothing to replay')
@@ -431,6 +433,8 @@ class SearchCache:
         try:
             if number == 0 and row != _HEADER: raise ValueError('the first line is not that of kept searches')
             if number: self._keep(row['query'], row['k'], [Passage(*p) for p in row['found']])
+            if number and self.corpus and row.get('corpus', self.corpus) != self.corpus:
+                raise ValueError(f'it is of other passages, {row["corpus"]:.12}, than those that are searched, {self.corpus:.12}')
         except (ValueError, TypeError, KeyError) as e:
             raise ValueError(f'{self.path}, line {number + 1} is not a kept search: {type(e).__name__}: {e}') from None
 
@@ -448,7 +452,8 @@ class SearchCache:
                               'is replayed; keep it first, with a retriever')
         if new:
             found = self.retriever.search(new, k)
-            rows = [{'query': q, 'k': int(k), 'found': [[p.id, p.title, p.text, p.score] for p in hits]}
+            about = {'corpus': self.corpus} if self.corpus else {}
+            rows = [{'query': q, 'k': int(k), 'found': [[p.id, p.title, p.text, p.score] for p in hits], **about}
                     for q, hits in zip(new, found)]
             with self._lock:
                 self._journal.append(rows)

@@ -559,20 +559,30 @@ def _make():
         if not isinstance(x, float): return str(x)
         said = f'{x:.{places}f}'
         return said.rstrip('0') if places else said + '.'
+    def powers(leaves):
+        # digits of floats that numpy writes with a power of ten, for they are far apart, very large or very small; None of others
+        sizes = [abs(v) for v in leaves if v and v - v == 0]
+        if not sizes or max(sizes) < 1e8 and min(sizes) >= 1e-4 and max(sizes) <= 1000 * min(sizes): return None
+        return max([size(f'{v:.8e}'.partition('e')[0].rstrip('0').partition('.')[2]) for v in leaves])
+    def with_power(v, places):
+        said = f'{v:.{places}e}'
+        return said if places else said.replace('e', '.e')
     def shown(data):
         leaves = flat(data)
         places = None
         if any([isinstance(v, float) for v in leaves]):
             leaves, data = [float(v) for v in leaves], each(float, data)
             places = max([size(f'{v:.8f}'.rstrip('0').partition('.')[2]) for v in leaves])
-        said = [text(v, places) for v in leaves]
+        digits = None if places is None else powers(leaves)
+        def word(v): return text(v, places) if digits is None else with_power(v, digits)
+        said = [word(v) for v in leaves]
         right = max([size(s.partition('.')[2]) for s in said])
         def padded(s): return s + ' ' * (right - size(s.partition('.')[2]))
         wide = max([size(padded(s)) for s in said])
         def lines(x, depth):
             if not isinstance(x[0], list): return '[' + ' '.join([wide_of(v) for v in x]) + ']'
             return '[' + ('\n' + ' ' * depth).join([lines(row, depth + 1) for row in x]) + ']'
-        def wide_of(v): return padded(text(v, places)).rjust(wide)
+        def wide_of(v): return padded(word(v)).rjust(wide)
         return lines(data, 1) if leaves else '[]'
     class Array:
         def __init__(self, data):
@@ -592,6 +602,7 @@ def _make():
             return made(self.data[i])
         def __setitem__(self, i, value): self.data[i] = lists(value)
         def __contains__(self, x): return x in flat(self.data)
+        def __eq__(self, o): raise TypeError('arrays are not compared here: compare their elements, [x == y for x in a]')
         def __add__(self, o): return add(self, o)
         def __radd__(self, o): return add(o, self)
         def __sub__(self, o): return subtract(self, o)

@@ -2,8 +2,10 @@
 are read as a text or as passages, answers and programs in the place of notes."""
 import contextlib
 import io
+import random
 import re
 
+import numpy as np
 import pytest
 
 from credit_rl.engine import ScriptedEngine
@@ -61,6 +63,18 @@ REAL = '\n'.join((
 def test_modules_of_the_sandbox_agree_with_the_real_ones(python):
     with contextlib.redirect_stdout(io.StringIO()) as printed: exec(REAL, {})
     assert python.run(REAL) == printed.getvalue().rstrip('\n')
+
+
+def test_arrays_are_printed_as_numpy_prints_them_and_not_compared_wrongly(python):
+    draw, values = random.Random(0), (0., 1., -2.5, 3e-7, 1e-9, 123456.789, 2e9, 2000.5, 1 / 3)
+    rows = [[draw.choice([*values, draw.random() * 10 ** draw.randint(-6, 9)]) for _ in range(draw.randint(1, 4))]
+            for _ in range(60)]
+    rows += [[row, [-2 * x for x in row]] for row in rows[:20]]
+    said = python.call([f'import numpy as np\nprint(np.array({row!r}))' for row in rows])
+    assert [text for text, _ in said] == [str(np.array(row)) for row in rows]
+    for code in ('print(a == 3)', 'print(np.mean(a != 3))', 'print(a[a == 3])'):
+        text, result = python.call([f'import numpy as np\na = np.array([1, 3, 3])\n{code}'])[0]
+        assert result is Result.ERROR and 'elements' in text
 
 
 def test_the_sandboxs_modules_stay_within_its_limits():
