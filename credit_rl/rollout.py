@@ -356,18 +356,23 @@ def _play(engine, env, drafts, sampling, seed, progress, each=None):
         begun = draft.begun.ids if draft.begun else []
         own = seed_of(seed, draft.question.id, draft.name, len(draft.turns), *[len(begun)] * bool(begun))
         ids, room = [*draft.ids, *begun], draft.limit - len(draft.ids) - len(begun)
-        if draft.base is not None: stream.submit(draft.key, ids, own, min(most, room), note_stop)
+        if draft.base is not None: stream.submit(draft.key, ids, own, min(most - len(begun), room), note_stop)
         elif begun or room < sampling.max_tokens:
             stream.submit(draft.key, ids, own, min(room, sampling.max_tokens - len(begun)))
         else: stream.submit(draft.key, ids, own)
+
+    def stops_early(draft, f):
+        (text,), (ended,) = env.chat.read([f.ids], [f.stop])
+        longest = sampling.max_tokens if draft.base is None else most
+        noted = draft.base is not None and (env.notes != 'read' or f'</{env.chat.protocol.context_tag}>' in text)
+        return (not ended and not noted and min(draft.limit - len(draft.ids), longest) > len(f.ids)
+                and stops_short(env.chat.protocol, text))
 
     def whole(finished):
         "A message as far as it has come, None where it stopped at a fence that ends no program and goes on."
         draft, f = drafts[finished.key], finished
         if draft.begun: f = replace(f, ids=[*draft.begun.ids, *f.ids], logps=[*draft.begun.logps, *f.logps])
-        room = min(draft.limit - len(draft.ids), sampling.max_tokens) > len(f.ids)
-        short = draft.base is None and f.stop == 'stop' and room and stops_short(
-            env.chat.protocol, env.chat.read([f.ids], [f.stop])[0][0])
+        short = env.chat.protocol.call_style == 'code' and f.stop == 'stop' and stops_early(draft, f)
         draft.begun = f if short else None
         if short: submit(draft)
         return None if short else f

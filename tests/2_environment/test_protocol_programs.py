@@ -138,6 +138,16 @@ def test_a_message_goes_on_behind_a_fence_that_ends_no_program():
     assert len(t.turns[0].action_ids) == len(t.turns[0].action_logps) == len(TOKENIZER(t.turns[0].action_text).input_ids)
     t = play(['```\n', 'print(6 * 7)\n```\n', '<context>42</context>', r'\boxed{42}'])
     assert t.turns[0].observation_text == '42' and t.turns[0].call['code'] == 'print(6 * 7)\n'
+    chat = Chat(CODE, TOKENIZER)
+    t = play(['It is:\n```\n\\boxed{42}\n```\n' + TOKENIZER.decode([chat.end_id]), r'\boxed{2}'])
+    assert t.answer == '42' and len(t.turns) == 1                              # its end-of-turn token ends it
+
+
+def test_a_message_in_a_notes_place_goes_on_behind_a_fence_too():
+    t = play([PROGRAM, 'It printed:\n```\n', '42\n```\n\\boxed{42}', r'\boxed{0}'], notes='read')
+    assert ([x.kind for x in t.turns], t.answer) == (['invoke', 'commit'], '42')
+    t = play([PROGRAM, '<context>\n```\n', '42\n```\n</context>', r'\boxed{42}'], notes='read')
+    assert [x.kind for x in t.turns] == ['invoke', 'assimilate', 'commit'] and t.turns[1].result is Result.NONE
 
 
 PROGRAM = '```python\nprint(6 * 7)\n```\n'
