@@ -8,7 +8,7 @@ __all__ = ['spell_own', 'Source', 'open_search', 'is_searched', 'ProgramLimits',
            'as_played', 'NoSearch', 'make_environment']
 
 # %% ../nbs/2_environment/26_environment.ipynb #e002
-import dataclasses, shutil
+import dataclasses, shutil, warnings
 from dataclasses import dataclass
 from pathlib import Path
 from .benchmarks import get_benchmark
@@ -331,9 +331,14 @@ def make_environment(
     if own: asked = dataclasses.replace(asked, tools=search.schemas)
     asked = reword(asked, **how.words)
     turns = how.max_turns if base is None or base.max_turns is None else base.max_turns
-    must_search = base.searches and not asked.runs_code if base else not asked.context_tag and how.protocol != 'direct'
+    must_search = (base.searches and not asked.runs_code if base else
+                   not asked.context_tag and asked.call_style != 'none' and how.protocol != 'direct')
     if search is None and asked.runs_code: asked = without_search(asked)
-    if search is None and must_search: asked, base = dataclasses.replace(DIRECT, answer_stop=asked.answer_stop), None
+    if search is None and must_search:
+        left = [f for f in (how.prompt_files.system, how.prompt_files.user, how.prompt_files.tool) if f]
+        if left: warnings.warn(f"nothing is searched here, so questions are asked by protocol 'direct', and {', '.join(left)} "
+                               'is not read: protocol=direct reads your words, corpus=PLACE has something to search')
+        asked, base = dataclasses.replace(DIRECT, answer_stop=asked.answer_stop), None
     chat = check_tokenizer(tokenizer, asked, read_template(how.template.name), how.template.options, how.template.history,
                            vocabulary)
     size, shown = lambda text: len(chat.encode(text)), how.observation

@@ -9,7 +9,7 @@ from credit_rl.studies.baselines import Script
 from credit_rl.benchmarks import BENCHMARKS
 from credit_rl.datasets import load_corpus, load_questions
 from credit_rl.engine import ScriptedEngine
-from credit_rl.environment import Conversation, make_environment
+from credit_rl.environment import Conversation, PromptFiles, make_environment
 from credit_rl.evaluate import (Evaluation, check_evaluation, evaluate, main, read_manifest, read_scores,
                                 replay_evaluation, run_evaluation)
 from credit_rl.parameters import from_settings
@@ -164,3 +164,15 @@ def test_each_rank_of_a_baseline_is_an_evaluation(model, tmp_path, monkeypatch):
     for name in ('rag', None): run_evaluation({**settings, 'baseline': name, 'run': str(tmp_path / str(name))})
     named = [[w for w in map(str, command) if w.startswith('credit_rl.')] for command in asked]
     assert named == [['credit_rl.evaluate']] * 2
+
+
+def test_own_words_are_asked_or_named_where_nothing_is_searched(tmp_path):
+    (tmp_path / 'own.yaml').write_text('name: mine\nuser: "MY OWN WORDS. {question}"\ncall_style: none\nanswer_tag: answer\n')
+    env = make_environment(byte_tokenizer(), None, Conversation(protocol=str(tmp_path / 'own.yaml')))
+    assert env.chat.protocol.user.startswith('MY OWN WORDS')
+    (tmp_path / 'user.txt').write_text('MINE: {question}')
+    files = PromptFiles(user=str(tmp_path / 'user.txt'))
+    with pytest.warns(UserWarning, match='user.txt is not read'):
+        env = make_environment(byte_tokenizer(), None, Conversation(prompt_files=files))
+    assert env.chat.protocol.name == 'direct'
+    assert make_environment(byte_tokenizer(), None, Conversation('direct', prompt_files=files)).chat.protocol.user == 'MINE: {question}'
