@@ -9,6 +9,7 @@ __all__ = ['NORMS', 'PARTS', 'best_gold_logp', 'information_gain', 'has_answer',
 
 # %% ../nbs/1_rules/33_information_gain.ipynb #c003
 import math, re, string, torch
+from torch.nn.functional import pad
 from .groups import (cast_like, check_groups, check_turns, discounted_suffix, discounted_sum, is_measured,
                               standardize, widen)
 from .potentials import bridge
@@ -264,6 +265,7 @@ def belief_check(
     that were not scored don't count. NaN where a kind is missing."""
     belief = state_logp(seen, 'teacher' if seen.gold_logp is None else 'gold')[:, :-1].exp()
     shown, counted = shown_states(groups), layout.turn_mask & has_evidence(groups)[:, None] & belief.isfinite()
+    shown = pad(shown, (0, counted.shape[1] - shown.shape[1]))            # the longest rollout may have been left out
     after, before = belief[counted & shown], belief[counted & ~shown]
     return {'belief_auc': _rank(after, before), 'belief_shown': after.mean().item(),
             'belief_unshown': before.mean().item(), 'belief_shown_states': len(after),

@@ -524,8 +524,10 @@ def save_point(log, step, learner, write, keep, ranks=Ranks(), name=None):
             learner.save(ranks.once(lambda: str(folder)))
             ranks.wait()
             if ranks.first: write(Path(folder))
+    def lighten(old, part):
+        with saving(old): learner.lighten(old, part)
     with log.timed('checkpoint'):
-        if ranks.first: save_checkpoint(log.folder, step, fill, keep, name, learner.lighten)
+        if ranks.first: save_checkpoint(log.folder, step, fill, keep, name, lighten)
         else: fill(None)
 
 # %% ../nbs/machinery/03_launch.ipynb #t6316

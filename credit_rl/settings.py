@@ -177,6 +177,8 @@ class Correction(SettingsGroup):
         super().__post_init__()
         if len(self.limits) != 2:
             raise ValueError(f'limits are two numbers, the lower and the upper one, got {self.limits}')
+        if self.kind is None and self.limits != [0., 2.]:
+            raise ValueError(f"limits={self.limits} correct nothing without a kind: give correction.kind='truncated' or 'masked'")
 
 # %% ../nbs/5_run/61_settings.ipynb #n0109
 @dataclass(frozen=True)
@@ -545,6 +547,14 @@ def check_ahead(
                          'busy with the next step by then: leave ahead at 0, or take another method')
 
 # %% ../nbs/5_run/61_settings.ipynb #c024
+def _check_critic(critic, kind):  # CriticChoice, and the kind that it or the method names
+    "Refuse settings of a critic that one of its kind does not read. Raises ValueError."
+    if critic.mix is not None and kind != 'shared':
+        raise ValueError(f"critic.mix={critic.mix} is of a critic that shares the policy's backbone, and this one is {kind!r}: leave it out")
+    why = {'frozen': 'a frozen critic never moves', 'own': None, 'shared': 'the critic moves no backbone' if critic.mix == 0 else
+           'together policy and critic move a shared backbone at one rate, learning_rate' if critic.step == 'together' else None}[kind]
+    if critic.backbone_rate and why: raise ValueError(f"{why}: leave out critic.backbone_rate={critic.backbone_rate}")
+
 def _check_method(c, method):
     "Refuse more turns than a method's rule knows, a lone attempt where it compares, and settings that say nothing."
     name, row = c.method, protocol_row(c.protocol)
@@ -554,6 +564,7 @@ def _check_method(c, method):
         if why := part.fits(facts, {}): raise ValueError(f'{name}: {why}')
     if c.critic.kind and not method.critic:
         raise ValueError(f'{name} has no critic; leave out critic={c.critic.kind!r}')
+    if method.critic and not c.resume: _check_critic(c.critic, c.critic.of(method)['kind'])
     if c.teacher.model != 'self' and c.teacher.every:
         raise ValueError('a teacher of its own is never refreshed from the policy; leave out '
                          f'teacher.every={c.teacher.every}')

@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import InitVar, dataclass, field
 from pathlib import Path
 import torch
+from torch.nn.functional import pad
 from .datasets import subsample
 from .dry_run import is_large
 from .engine import SamplingParams, seed_of
@@ -102,7 +103,10 @@ class Look:
             with self.log.timed(clock):
                 shown = self._show_to(clock, layout, needs.groups)
                 seen = self.learner.evaluate(shown, asked, golds)
-            found |= {name: value for name, value in vars(seen).items() if value is not None}
+            # told anew, the longest rollout may be shorter than the batch's, of which one was left out
+            less = layout.states.shape[1] - shown.states.shape[1]
+            wide = lambda x: pad(x, (0, 0, 0, less), value=math.nan if x.is_floating_point() else 0) if less else x
+            found |= {name: wide(value) for name, value in vars(seen).items() if value is not None}
             self.passes += self.learner.passes
             self.tokens += sum(self.learner.passes.values()) * int(shown.lengths.sum())
         for who, answers in golds.items(): self.tokens += _answer_tokens(answers, found[f'{who}_tokens'])
@@ -626,9 +630,13 @@ def begin_run(
             for line in seen_lines(held, train_keys(c.model), f'were learned from by {c.model}'): say(line)
             note_seen(log.folder, *(setup.questions[part] for part in ('train', 'dev', 'test')), model=c.model)
         engine = start_engine(c, origin, setup)              # before the learner: it measures what memory is free
-        # models are whole until the learner spreads them, so it gives its memory back
-        engine.sleep()
-        return Run(c, setup, engine, make_learner(c, origin, setup.model), log, ranks, say)
+        with contextlib.ExitStack() as unless_made:
+            unless_made.callback(engine.close)
+            # models are whole until the learner spreads them, so it gives its memory back
+            engine.sleep()
+            run = Run(c, setup, engine, make_learner(c, origin, setup.model), log, ranks, say)
+            unless_made.pop_all()
+        return run
 
 # %% ../nbs/5_run/63_train.ipynb #c076
 def _evaluate_dev(run, step, metrics):
@@ -658,6 +666,7 @@ def _begin(run, attempted=0):
     run.log.cut(found[0] if found else -1)
     if found:
         run.restore(found[1])
+        if best is None: run.memory |= {'best': -1., 'best_step': found[0]}          # the best one was removed
         # killed before it was named
         if run.memory['best_step'] == found[0] and found != best: run.checkpoint(found[0], 'best')
         for line in log_lines(run.log.folder): run.say(line)

@@ -11,7 +11,7 @@ from credit_rl.tspo import first_turns
 from credit_rl.information_gain import (NORMS, belief_check, belief_warning, best_gold_logp, first_answer,
                                         gold_entropy, has_answer, igpo_advantages, information_gain, set_f1,
                                         shown_states, with_outcome)
-from credit_rl.layout import pack
+from credit_rl.layout import pack, take
 from credit_rl.models import load_model
 from credit_rl.parts import Measured
 from credit_rl.protocol import PROTOCOLS, Chat
@@ -231,6 +231,17 @@ def test_belief_is_compared_at_states_that_were_shown_the_gold_and_others():
     assert found['belief_unshown'] == pytest.approx((.1 + .2 + .1 + .1 + .1 + .1 + .5) / 7)
     # of 28 pairs the shown .6 wins 7, .3 and .4 each 6, and .2 five and a half
     assert found['belief_auc'] == pytest.approx((7 + 6 + 6 + 5.5) / 28) and belief_warning(found) == ''
+
+
+def test_belief_is_compared_where_the_longest_rollout_was_left_out():
+    "As by DAPO: the batch keeps its columns, and what is left has fewer turns."
+    group = example_group()
+    longer = dataclasses.replace(group.trajectories[0], turns=[*group.trajectories[0].turns[:1], *group.trajectories[0].turns])
+    whole = pack([group, Group(group.question, [longer, longer])])
+    left = take(whole, torch.arange(3))
+    beliefs = torch.rand(3, left.states.shape[1], generator=torch.Generator().manual_seed(0))
+    assert left.turn_mask.shape[1] > max(len(t.turns) for t in group.trajectories)
+    assert belief_check(scored(beliefs), left, [group]) == belief_check(scored(beliefs[:, :5]), pack([group]), [group])
 
 
 def test_what_a_note_has_lost_is_not_shown_any_more():

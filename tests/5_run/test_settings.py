@@ -10,7 +10,8 @@ from credit_rl.evaluate import Evaluation
 from credit_rl.options import MOVED, SettingsGroup, flat_options, options_in, setting
 from credit_rl.parameters import by_group, from_settings, make_parser, notebook_settings, read_settings
 from credit_rl.prepare import Warming
-from credit_rl.settings import Config, make_config
+from credit_rl.runlog import RunLog
+from credit_rl.settings import Config, check, make_config
 
 
 @pytest.mark.parametrize('whole', [Config, Warming, Evaluation])
@@ -54,3 +55,20 @@ def test_a_name_of_before_is_read_as_the_setting_of_today():
     assert make_config({**new, 'log_kl': True}).log.kl                      # by itself, over its group
     with pytest.raises(ValueError, match='twice'): make_config({'log_kl': True, 'log.kl': False})
     with pytest.raises(ValueError, match='log.kl'): make_config({'log': {'lk': True}})
+
+
+@pytest.mark.parametrize('given, why', [
+    ({'method': 'carl', 'critic': {'kind': 'shared', 'step': 'together', 'backbone_rate': 1e-7}}, 'one rate'),
+    ({'method': 'carl', 'critic': {'kind': 'shared', 'mix': 0, 'backbone_rate': 1e-7}}, 'no backbone'),
+    ({'method': 'ppo', 'critic': {'kind': 'frozen', 'backbone_rate': 1e-7}}, 'never moves'),
+    ({'method': 'ppo', 'critic': {'step': 'together', 'mix': .5}}, "shares the policy's"),
+    ({'method': 'grpo', 'correction': {'limits': [0., 3.]}}, 'without a kind')])
+def test_settings_of_a_critic_or_correction_that_nothing_reads_are_refused(given, why):
+    with pytest.raises(ValueError, match=why): check(make_config({**given, 'run': 'runs/x'}))
+
+
+def test_questions_of_own_files_and_many_hops_are_logged(tmp_path):
+    log = RunLog(tmp_path / 'run')
+    log.metrics(0, **{'dev_em_my-questions': .5, 'dev_right_b': 1., 'dev_em_12': 0.})
+    with pytest.raises(ValueError, match='unknown metric'): log.metrics(1, dev_emm=.5)
+    log.close()

@@ -503,6 +503,11 @@ def test_vllm_sleeps_while_the_learner_is_made(monkeypatch, tmp_path):
     config = training.make_config({**SHORT, 'track': '', 'engine': 'vllm', 'run': str(tmp_path / 'run')})
     monkeypatch.setattr(training, 'RunLog', lambda *given: training.SilentLog(config.run))
     run = training.begin_run(config, lambda line: None)
+    with monkeypatch.context() as no_room:
+        no_room.setattr(training, 'make_learner', lambda *given: 1 / 0)
+        with pytest.raises(ZeroDivisionError): training.begin_run(config, lambda line: None)
+    assert told[3:] == ['made', 'sleep', 'close']                   # nobody is left who could close the engine
+    del told[3:]
     def play(run, part): raise KeyboardInterrupt
     monkeypatch.setattr(training.Run, 'evaluate', play)
     for hollow, last in ((False, 'wake'), (True, 'weights')):
