@@ -554,8 +554,9 @@ class HFEngine:
         """Continue each prompt (list of ids) `n` times. Returns `Samples`, prompts outermost. `seeds`: one per sample,
         default 0, 1 and so on. Raises ValueError on a prompt that is empty or too long, on one that does not continue
         its kept conversation, on more keys than max_rows, on keys with n > 1, and on a model that gives NaN."""
-        if keys is not None and len(keys) > self.max_rows:
-            raise ValueError(f'at most max_rows={self.max_rows} conversations are kept at once, got {len(keys)} keys')
+        if keys is not None and len(there := {*(self.kept.rows if self.kept else ()), *keys}) > self.max_rows:
+            raise ValueError(f'at most max_rows={self.max_rows} conversations are kept at once, and with {len(keys)} keys '
+                             f'there would be {len(there)}: release some')
         return continue_prompts(self, prompts, sampling, n, keys, seeds)
 
     def release(self, keys):

@@ -249,3 +249,11 @@ def test_a_streams_memory_goes_with_it():
         del stream
         assert gone() is None
     finally: gc.enable()
+
+
+def test_more_kept_conversations_than_rows_are_refused_over_all_calls():
+    engine, few = HFEngine(made(), TOKENIZER, 200, max_rows=2), SamplingParams(max_tokens=2)
+    engine.generate([[1, 2], [3, 4]], few, keys=['a', 'b'])
+    with pytest.raises(ValueError, match='release some'): engine.generate([[5, 6]], few, keys=['c'])
+    engine.release(['a'])
+    assert len(engine.generate([[5, 6]], few, keys=['c']).ids) == 1
