@@ -194,12 +194,17 @@ def _rewards(method, arrays, groups, order):
             raise ValueError(f'of trajectory {order[i]} the mask shows {int(counts[i])} turns, and a later one has a reward: '
                              f'{given[i].tolist()}; does the mask hide a turn, or join two?')
         turns = torch.where(inside, given[:, :shown], 0.)
+        if not method.rule.turnwise and any(r.gives == 'levels' for r in method.rewards):     # as `text_rewards` has it
+            if len([r for r in method.rewards if r.of_turns]) > 1:
+                raise ValueError(f'{method.name} takes the mean of one reward of turns and the sum of another: arrays hold their sum')
+            turns = turns / counts[:, None]
     empty = torch.tensor([not any(turn.action_ids for turn in t.turns) for t in played])
     outcome = torch.where(empty, torch.nan, arrays.outcome[order])
     if method.sampling.text:
         raise ValueError(f'{method.name} looks at the text of turns ({method.sampling.name}), and arrays hold none: '
                          "take another sampling, such as 'all'")
     read = method.rule.text(groups, {}, method.own(method.rule)) if method.rule.text else {}
+    if 'tool' in read: read['tool'] = torch.arange(inside.shape[1]) < counts[:, None] - 1        # all but the last were answered
     return {'outcome': outcome, 'right': (outcome >= 1).float(), 'turns': turns, **read}
 
 # %% ../nbs/7_elsewhere/80_adapters.ipynb #c015x6
@@ -325,7 +330,8 @@ def estimator(
         values = None if values is None else values[rows]
         credit = assign_arrays(method, Arrays(mask, groups, outcome, turns, owner, values))
         back = torch.tensor(rows).argsort()
-        like = lambda x: x[back].to(token_level_rewards)
+        kind = token_level_rewards if token_level_rewards.is_floating_point() else token_level_rewards.device
+        like = lambda x: x[back].to(kind)
         return like(credit.advantages), like(credit.advantages if credit.returns is None else credit.returns)
     return estimate
 
@@ -746,7 +752,8 @@ def _rules_like(arrays, advantages):
             key = method.rule.name, method.own(method.rule)       # rows may differ in their reward or loss alone
             if not fits or key in tried or method.sampling.selects or method.sampling.text: continue
             tried.append(key)
-            ours = assign_arrays(method, batch).advantages
+            try: ours = assign_arrays(method, batch).advantages
+            except ValueError: continue                           # not of such a batch, as MT-GRPO of three turns
             size = (ours * ours).sum()
             if not size: continue
             factor = float((ours * advantages).sum() / size)

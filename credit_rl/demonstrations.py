@@ -8,7 +8,7 @@ __all__ = ['pages_shown', 'answer_shown', 'next_queries', 'write_message', 'demo
 # %% ../nbs/2_environment/58_demonstrations.ipynb #d002
 import json, random, re
 from .engine import seed_of
-from .metrics import exact_match
+from .metrics import exact_match, score_answer
 from .readers import to_nfc
 from .rollout import add_message
 from .tools import observation_of
@@ -149,7 +149,7 @@ def reach(groups):
     """Share of questions that some attempt answered right, of all and by number of hops: dict 'all', '1', … → share.
     Raises ValueError without groups."""
     if not groups: raise ValueError('there is nothing to tell the reach of: got no groups')
-    right = lambda g: max(exact_match(t.answer, list(g.question.answers)) for t in g.trajectories)
+    right = lambda g: max(score_answer(exact_match, g.question, t.answer) for t in g.trajectories)
     found = [(str(g.question.meta.get('hops', 'all')), right(g)) for g in groups]
     by = {h: [r for hops, r in found if hops == h] for h in sorted({h for h, _ in found} - {'all'})}
     return {h: sum(r) / len(r) for h, r in {**by, 'all': [r for _, r in found]}.items()}

@@ -231,7 +231,7 @@ def parse_number(
 ):
     "Read the one number in `text` as (value, has a percent sign), or None if there is none or more than one."
     found = list(_NUMBER.finditer(_without_latex(text)))
-    if len(found) != 1: return None
+    if len(found) != 1 or re.search(rf'\^\s*[{{(]?\s*[{_MINUS}+]?\d', text): return None          # a power is no number
     m = found[0]
     exponent = re.sub(r'(?<=[eE])[^-+\d]', '-', m['exponent'] or '')                      # a minus by any of its signs
     value = float(m['digits'].replace(',', '') + exponent)

@@ -455,6 +455,7 @@ class Batch:
     credit: Credit = None
     places: tuple = ()     # indices of the kept groups, each as often as it stands in the batch
     omega: torch.Tensor = None    # (N,) by which advantages were multiplied; None: by nothing
+    asked: int = 0         # groups that were played, kept or not
 
     @property
     def empty(self): return self.layout is None
@@ -495,7 +496,7 @@ def assign(
     kept, omega = method.keep(groups, text, rng)
     if not kept: return Batch([], text)
     layout, chosen, share = _kept_rows(groups, kept, prefix, method.loss.average, tree)
-    groups = [groups[b] for b in sorted(set(kept))]
+    asked, groups = len(groups), [groups[b] for b in sorted(set(kept))]
     seen = look(layout, replace(method.needs, groups=groups))
     rewards = method.model_rewards({name: x[chosen] for name, x in text.items()}, layout, seen)
     credit = method.credit(rewards, layout, seen)
@@ -504,4 +505,4 @@ def assign(
         known = torch.ones_like(omega) if credit.trajectory_weight is None else credit.trajectory_weight
         advantages = credit.advantages * omega.to(credit.advantages)[layout.row_trajectory][:, None]
         credit = replace(credit, advantages=advantages, trajectory_weight=share * known)
-    return Batch(groups, text, layout, chosen, rewards, seen, credit, tuple(kept), omega)
+    return Batch(groups, text, layout, chosen, rewards, seen, credit, tuple(kept), omega, asked)

@@ -20,7 +20,7 @@ from .groups import group_share, index_groups
 from .information_gain import belief_check, gold_statistics, state_logp
 from .layout import turn_means
 from .losses import kl
-from .metrics import exact_match, find_box
+from .metrics import exact_match, find_box, score_answer
 from .outcome import outcome_rewards
 from .parts import Measured, Needs, start_values
 from .runlog import metrics_by_step, read_params, read_summary
@@ -149,7 +149,7 @@ def credit_metrics(
     moved = layout.row_trajectory[_find_credited(credit).any(1)].unique()
     heard = layout.groups[moved].unique()
     out = {'zero_advantage': 1 - len(moved) / len(batch.text['outcome']),
-           'zero_groups': 1 - len(heard) / len(layout.groups.unique()),
+           'zero_groups': 1 - len(heard) / batch.asked,
            'surprisal': -layout.logps[layout.trained].mean().item()}
     if seen and seen.entropy is not None: out['entropy'] = seen.entropy[layout.trained].mean().item()
     if seen and seen.gold_logp is not None: out |= gold_statistics(seen, layout)
@@ -158,7 +158,8 @@ def credit_metrics(
     if scored: out['missing_states'] = sum(int((x[:, :-1].isnan().all(-1) & layout.turn_mask).sum()) for x in scored)
     if scored: out |= belief_check(seen, layout, batch.groups)
     if seen and seen.values is not None:
-        valued = critic.where(layout.token_turns) & ~rewards['outcome'].isnan()[layout.row_trajectory, None]
+        gone = rewards['outcome'].isnan() | rewards['turns'].isnan().any(1)                # those that teach nothing
+        valued = critic.where(layout.token_turns) & ~gone[layout.row_trajectory, None]
         out['explained_variance'] = explained_variance(seen.values[valued], credit.returns[valued])
         out['explained_outcome'] = _explained_outcome(seen.values, rewards['outcome'], layout)
     if protocol and protocol.context_tag:
@@ -326,7 +327,7 @@ def right_marks(
 ):
     "Which questions were answered right, in their order, by exact match or such a reward: str of 0 and 1, - if unknown."
     def mark(t):
-        if t.earned is None: return str(int(exact_match(t.answer, list(t.question.answers))))
+        if t.earned is None: return str(int(score_answer(exact_match, t.question, t.answer)))
         return '-' if math.isnan(t.earned) else str(int(t.earned >= right))
     return ''.join(mark(g.trajectories[0]) for g in groups)
 

@@ -10,7 +10,7 @@ import html, math, re, string
 from dataclasses import dataclass, field
 from importlib.resources import files
 from pathlib import Path
-from .metrics import exact_match
+from .metrics import exact_match, score_answer
 from .tools import Observation, observation_of
 from .tspo import evidence_golds, evidence_words
 
@@ -146,7 +146,7 @@ def _verdict(t):
     golds = t.question.answers
     if t.answer is None: verdict = '<span class="crl-wrong">✗ no answer</span>'
     else:
-        right = bool(golds) and exact_match(t.answer, golds) == 1
+        right = bool(golds) and score_answer(exact_match, t.question, t.answer) == 1
         verdict = (f'<span class="crl-{"right" if right else "wrong"}">{"✓" if right else "✗"} '
                    f'{html.escape(t.answer)}</span>')
     return verdict if t.stop.value == 'answer' else f'{verdict} <span class="crl-chip crl-bad">{t.stop.value}</span>'
@@ -321,7 +321,7 @@ def _group_data(attempts, credit, texts, most):
         turns = [_turn_data(turn, texts and texts[i][k], question.answers, most) for k, turn in enumerate(t.turns)]
         _notes(row, t)                                                   # refuses lists of another length
         measured = {label: [_plain(x) for x in row[name]] for name, label in names.items() if name in row}
-        right = t.answer is not None and bool(t.question.answers) and exact_match(t.answer, t.question.answers) == 1
+        right = t.answer is not None and bool(t.question.answers) and score_answer(exact_match, t.question, t.answer) == 1
         rollouts.append({'answer': t.answer, 'right': right, 'stop': t.stop.value, **measured,
                          'reward': _plain(attempts.rewards[i]),
                          'credit': given, 'turns': turns, 'number': i, 'drift': row.get('drift')})

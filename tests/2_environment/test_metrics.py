@@ -197,3 +197,9 @@ def test_a_gold_that_normalises_to_nothing_is_compared_unstripped_by_em_and_f1_a
     assert exact_match(said, [gold, 'Ada']) == float(alike) and exact_match('Ada', [gold, 'Ada']) == 1
     assert cover_match(said, [gold]) == short_bleu(said, [gold]) == carl_match(said, [gold]) == 0
     assert exact_match('', [gold]) == exact_match(None, [gold]) == exact_match(gold, [' ']) == 0
+
+
+def test_a_power_is_no_number():
+    for text in ('2x10^5', '1.5x10^3', 'x^2', '10^{3}', '2^-5'):
+        assert [numeric_match(text, [gold]) for gold in ('5', '3', '2', '10', '-5')] == [0.] * 5
+    assert numeric_match(r'90^\circ', ['90']) == numeric_match('$90^{\\circ}$', ['90']) == 1.

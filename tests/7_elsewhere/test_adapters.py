@@ -532,3 +532,33 @@ def test_a_batch_in_a_file_is_explained(tmp_path, capsys):
     (tmp_path / 'batch.jsonl').write_text('\n'.join(json.dumps({**row, 'turn_rewards': [0., 0.]}) for row in named))
     with pytest.raises(SystemExit): adapters.main([str(tmp_path / 'batch.jsonl')])
     assert 'leave one out' in capsys.readouterr().err
+
+
+def test_levels_are_averaged_where_a_rule_gives_all_turns_one_credit():
+    "As `assign` on the texts: a wrong rollout that found something does not come before a right one."
+    levels = torch.tensor([[0., 0, 0, 0], [1, 1, 0, 0], [0, 0, 0, 0]])
+    batch = Arrays([[1, 0, 1, 0, 1, 0, 1]] * 3, [0, 0, 0], torch.tensor([1., 0, 0]), turns=levels)
+    for name in ('outcome+folr/group', 'outcome+folr/mean'):
+        ours = assign(get_method(name), [example_group()], lambda layout, needs: None).credit.advantages
+        wanted = [ours[i][ours[i] != 0].unique().tolist() or [0.] for i in range(3)]
+        assert assign_arrays(name, batch).advantages[:, 0].tolist() == pytest.approx([x for (x,) in wanted], abs=1e-6)
+
+
+def test_turns_that_follow_one_another_were_answered_too():
+    batch = Arrays([[1, 1, 1, 1]] * 2, [0, 0], [0., 0.], turns=[[1., 0.], [0., 0.]], turn_ids=[[0, 0, 1, 1]] * 2)
+    apart = Arrays([[1, 1, 0, 1, 1]] * 2, [0, 0], [0., 0.], turns=[[1., 0.], [0., 0.]])
+    for name in ('mt-grpo', 'mt-grpo*'):
+        found, wanted = (assign_arrays(name, x).advantages for x in (batch, apart))
+        assert found.abs().sum() > 0 and torch.equal(found, wanted[:, [0, 1, 3, 4]])
+
+
+def test_whole_numbers_are_credited_as_decimal_ones():
+    rewards, mask = torch.tensor([[0, 1], [0, 0]]), torch.ones(2, 2, dtype=torch.long)
+    found = estimator('grpo')(rewards, mask, index=[0, 0])[0]
+    assert found.abs().min() > .9 and torch.equal(found, estimator('grpo')(rewards.float(), mask, index=[0, 0])[0])
+
+
+def test_rollouts_of_three_turns_are_explained_though_a_rule_of_two_refuses_them():
+    batch = Arrays([[1, 0, 1, 0, 1]] * 2, [0, 0], torch.tensor([1., 0.]), turns=[[0., 0, 0], [1, 0, 0]])
+    said, table = adapters.explain_advantages(batch, assign_arrays('grpo', replace(batch, turns=None)).advantages)
+    assert 'grpo' in str(table) + said
