@@ -13,7 +13,7 @@ import dataclasses, json, math, os, subprocess, sys, tempfile, textwrap
 from pathlib import Path
 from .diagnostics import method_colour, method_colours
 from .jobs import Job, last_words, run_jobs, status_table
-from .options import dotted, dotted_pairs, flat_options, grouped
+from .options import dotted, dotted_pairs, flat, flat_options, grouped
 from .parameters import by_group, each_world, enter_project, fill_names, make_parser, read_settings
 from .runlog import (METRICS, PACKED, atomic_write, changed_modules, check_secrets, code_hashes, has_metrics,
                               is_stored, metrics_by_step, packed_run, read_json, read_metrics, read_params,
@@ -602,26 +602,40 @@ def papermill_command(job, notebook, model=None):
             '--log-output', '-y', json.dumps(grouped(given))]
 
 # %% ../nbs/6_looking/74_compare.ipynb #c075
+def _config_of(job):
+    "A job's settings as its run resolves them: `Config`, of a warm-up `Warming`. Raises ValueError naming the job."
+    from credit_rl.prepare import make_warming
+    from credit_rl.settings import make_config
+    given = _job_facts(job, model='tiny')
+    try: return (make_warming if 'collected' in given else make_config)(given)
+    except (ValueError, TypeError) as e: raise ValueError(f'{job.name}: {e}') from e
+
 def _check_made_with(jobs):  # list of Job
-    """Refuse finished runs that other settings have made: they would be compared with runs made by these. Raises
-    ValueError naming them."""
+    """Refuse finished runs that another method, other options or other settings have made: they would be compared with
+    runs made by these. Raises ValueError naming them."""
     other = []
     for job in jobs:
         made = read_params(job.folder) if job.done and (job.folder/'params.yaml').exists() else {}
-        other += [f'{job.folder}: {n} is {made[n]!r}, asked for {v!r}' for n, v in job.settings.items()
-                  if n in made and n not in _OWN and made[n] != v]
+        asked = json.loads(json.dumps(flat(_config_of(job)))) if made else {}
+        names = {*dotted(job.settings, asked), 'method', 'options'} - {'seed', 'run', 'resume', 'torch.threads', 'healthy'}
+        if job.settings.get('model', 'tiny') == 'tiny': names -= {'model'}               # a base of the comparison's own
+        other += [f'{job.folder}: {n} is {made[n]!r}, asked for {asked[n]!r}' for n in sorted(names)
+                  if n in made and n in asked and made[n] != asked[n]]
     if other:
         raise ValueError('these runs are finished, but with other parameters; choose another --out or delete them:\n  '
                          + '\n  '.join(other))
 
 def _check_settings(jobs):  # list of Job
-    "Refuse settings that no run takes, before the first begins. Raises ValueError naming the job."
-    from credit_rl.prepare import make_warming
-    from credit_rl.settings import make_config
+    """Refuse settings that no run takes, and two rules that a report could not tell apart, before the first begins.
+    Raises ValueError naming the job."""
+    named = {}
     for job in jobs:
-        given = _job_facts(job, model='tiny')
-        try: (make_warming if 'collected' in given else make_config)(given)
-        except (ValueError, TypeError) as e: raise ValueError(f'{job.name}: {e}') from e
+        label = run_label(job.folder, flat(_config_of(job)))
+        if 'collected' in job.settings: continue                                  # warm-ups have a report of their own
+        first = named.setdefault((job.folder.parent, job.seed, label), job)
+        if first is not job:
+            raise ValueError(f'{first.method} and {job.method} are both {label} in a report: call a variant of it '
+                             f'{job.settings.get("method", job.method)}-NAME')
 
 # %% ../nbs/6_looking/74_compare.ipynb #c078
 def _wants_base(job):
@@ -753,7 +767,8 @@ def _compare(given, params, say):
     finished = {}
     for job in jobs:
         if job.done: finished.setdefault(job.folder.parent, []).append(job.folder)
-    reported = [_report(given.report, out, folders, given.baseline, say) for out, folders in finished.items()]
+    label = next(run_label(job.folder, flat(_config_of(job))) for job in jobs if job.method == given.baseline)
+    reported = [_report(given.report, out, folders, label, say) for out, folders in finished.items()]
     return int(bool(failed) or not reported or not all(reported))
 
 def _tell_runs(folders, say):
