@@ -249,7 +249,7 @@ def _merge_nested(settings, over, known):
         own, found = dotted(own, known), {}
         for name, value in over.items():
             if name in own or any(name.startswith(f'{n}.') for n in own):
-                found[name] = {**own[name], **value} if isinstance(value, dict) and isinstance(own.get(name), dict) else value
+                found[name] = value
         return put(own, found)
     over = dotted({of_today(n): v for n, v in over.items()}, known)
     for part in [p for p in ('worlds', 'methods') if isinstance(settings.get(p), dict)]:

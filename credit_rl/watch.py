@@ -57,11 +57,12 @@ def _duration(seconds):
     return f'{minutes} min' if minutes < 90 else f'{minutes // 60} h {minutes % 60} min'
 
 def _pace(metrics):  # dict step -> dict of values
-    """How long steps take: seconds of the mean of the last ten and of the longest, clocks of all sittings; (NaN, NaN)
-    where fewer than two lines have one."""
-    clocks = [row['seconds'] for row in metrics.values() if 'seconds' in row]
-    gaps = [b - a for a, b in zip(clocks, clocks[1:]) if b >= a]
-    return (sum(gaps[-10:]) / len(gaps[-10:]), max(gaps)) if gaps else (math.nan, math.nan)
+    """How long steps take: seconds of a step, the mean over the last ten lines, and of the longest line, clocks of all
+    sittings; (NaN, NaN) where fewer than two lines have one."""
+    rows = [(step, row['seconds']) for step, row in metrics.items() if 'seconds' in row]
+    gaps = [(m - n, b - a) for (n, a), (m, b) in zip(rows, rows[1:]) if b >= a and m > n]     # a warm-up has a line for many
+    steps, seconds = (sum(x) for x in zip(*gaps[-10:])) if gaps else (0, 0)
+    return (seconds / steps, max(x for _, x in gaps)) if gaps else (math.nan, math.nan)
 
 # %% ../nbs/machinery/79_watch.ipynb #c011
 _WRITTEN = ('metrics.jsonl', 'turns.jsonl.gz', 'params.yaml', 'launch.yaml', 'checkpoints')
@@ -90,13 +91,14 @@ def _phase(folder, params, metrics, summary, now):
         return 'died', f'died: {errors[0]}; {_resume_line(folder)}'
     quiet = now - written
     if not metrics: return 'starting', f'starting: no line yet, {_duration(quiet)} after it began'
-    steps, step, (mean, longest) = params.get('steps'), max(metrics), _pace(metrics)
+    warming = 'warm_steps' in params
+    steps, step, (mean, longest) = params.get('warm_steps', params.get('steps')), max(metrics), _pace(metrics)
     finishing, base = steps is not None and step >= steps, metrics.get(0, {}).get('seconds', math.nan)
     known = [x for x in (longest, 2 * base if finishing else math.nan) if x == x]    # two evaluations end a run
     if quiet > (3 * max(known) + 30 if known else math.inf):
         return 'silent', (f'nothing was written for {_duration(quiet)}, where the longest step took '
                           f'{_duration(longest)}: it has died, or hangs; {_resume_line(folder)}')
-    if finishing: return 'finishing', f'step {step} of {steps}: the test questions are left'
+    if finishing: return 'finishing', f'step {step} of {steps}: {"its gate is" if warming else "the test questions are"} left'
     left = '' if steps is None or mean != mean else f', {mean:.2g} s a step, {_duration(mean * (steps - step))} left'
     return 'running', f'step {step}' + ('' if steps is None else f' of {steps}') + left
 

@@ -20,11 +20,13 @@ from ..evaluate import measure, read_manifest, read_scores
 from ..methods import get_method
 from ..metrics import carl_match
 from ..models import load_tokenizer
+from ..options import MOVED, dotted, flat_options
 from ..outcome import outcome_of
 from ..parameters import enter_project, make_parser
 from ..potentials import ModelShape, scoring_flops
 from ..prepare import calibration_pairs, is_warmup
 from ..runlog import METRICS, load_yaml, read_json, read_params, read_summary, read_turns
+from ..settings import Config
 from ..setup import base_folder
 from ..significance import mean_interval
 from ..step_metrics import known_tiers
@@ -189,17 +191,20 @@ def _settings_table(
 ):
     "A paper's settings beside those of runs, with the source of each: a pandas DataFrame, a row for each setting."
     import pandas as pd
-    text, paper = settings_file(file).read_text(encoding='utf-8'), {}
-    sources = dict(re.findall(r'^ *([\w.]+):(?: .*?)? # *(.*)$', text, re.M))
-    for name, value in yaml.safe_load(text).items():
-        paper |= {f'{name}.{k}': v for k, v in value.items()} if name == 'options' else {name: value}
-    for name in ('run', 'healthy'): paper.pop(name, None)
-    def of(row):
-        params = read_params(row.run)
-        return params | {f'options.{n}': v for n, v in (params.get('options') or {}).items()}
+    def by_name(settings):
+        options = settings.get('options') or {}
+        return dotted({n: v for n, v in settings.items() if n != 'options'}, flat_options(Config)) | {
+            f'options.{n}': v for n, v in options.items()}
+    text, sources, head = settings_file(file).read_text(encoding='utf-8'), {}, ''
+    paper = {n: v for n, v in by_name(yaml.safe_load(text)).items() if n not in ('run', 'healthy')}
+    for indent, name, source in re.findall(r'^( *)([\w.]+):(?: .*?)?(?: # *(.*))?$', text, re.M):
+        if not indent: head = name
+        name = f'{head}.{name}' if indent else name
+        if source: sources[MOVED.get(name, name)] = source
+    of = lambda row: by_name(read_params(row.run))
     runs = {row.label: of(row) for row in rows}
     columns = {'paper': list(paper.values()), **{run: [own.get(n) for n in paper] for run, own in runs.items()},
-               'source': [sources.get(n.removeprefix('options.'), '') for n in paper]}
+               'source': [sources.get(n) or sources.get(n.partition('.')[0], '') for n in paper]}
     return pd.DataFrame({name: pd.Series(values, list(paper), dtype=object) for name, values in columns.items()})
 
 def _by_set(rows, of):

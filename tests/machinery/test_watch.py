@@ -82,6 +82,14 @@ def test_the_evaluation_at_the_end_is_waited_for(tmp_path):
     assert read_status(tmp_path / 'run', now=now + 640).phase == 'silent'
 
 
+def test_a_warm_up_is_as_long_as_its_own_steps(tmp_path):
+    "It logs every 25th of its 2,400 steps, of 4 s; the training's number is not its own, and it has no test questions."
+    begun(tmp_path / 'run', steps=500, warm_steps=2400, collected='curated')
+    lines = [json.dumps({'step': n, 'seconds': 4. * n}) for n in range(0, 525, 25)]
+    (tmp_path / 'run' / 'metrics.jsonl').write_text('\n'.join(lines) + '\n')
+    assert read_status(tmp_path / 'run').line == 'step 500 of 2400, 4 s a step, 2 h 7 min left'
+
+
 def test_a_run_whose_rank_wrote_an_error_has_died_until_it_goes_on(tmp_path):
     begin(tmp_path / 'run')
     now = write_lines(tmp_path / 'run', 10., 12.)

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import yaml
 
 from credit_rl.command import main
 from credit_rl.estimate import KNOWN_SIZES
@@ -18,11 +19,12 @@ from credit_rl.options import flat
 from credit_rl.parts import assign
 from credit_rl.potentials import scoring_flops
 from credit_rl.runlog import RunLog, write_json
+from credit_rl.settings import make_config
 from credit_rl.step_metrics import credit_metrics
 from credit_rl.studies import tables
 from credit_rl.studies.papers import (PAPERS, RunRow, Work, all_works, entries, equations, find_entry, make_works, paper_numbers,
                                       paper_sentences, papers_folder, plan_entry, plan_lines, plan_table, price,
-                                      read_paper, report, reported_table)
+                                      read_paper, report, reported_table, settings_file)
 from credit_rl.studies.tables import DRAWINGS, draw_rows, score_table
 from credit_rl.trajectory import Group, example_group, to_json
 from credit_rl.warmup import pool_tiers, read_collected
@@ -414,6 +416,16 @@ def test_settings_stand_beside_the_papers_with_their_source(tmp_path):
     table = DRAWINGS['settings_table']([RunRow('mine', made(tmp_path / 'run', options={'band': 'small'}))], 'tips_qwen2.5_7b')
     assert table.loc['steps'].tolist() == [500, 2, 'section 4']
     assert table.loc['options.band'].tolist()[:2] == ['medium', 'small'] and 'healthy' not in table.index
+    asked = make_config({**yaml.safe_load(settings_file('carl_qwen2.5_7b').read_text()), 'run': 'x'})
+    log = RunLog(tmp_path / 'carl')
+    log.write_params(flat(asked))
+    log.close()
+    table = DRAWINGS['settings_table']([RunRow('mine', log.folder)], 'carl_qwen2.5_7b').drop(columns='source')
+    assert {'critic.rate', 'critic.clip', 'adamw.clip', 'learner.stage'} <= {*table.index}
+    assert [n for n, (paper, mine) in table.iterrows() if paper != mine and n != 'method'] == []
+    sources = DRAWINGS['settings_table']([RunRow('mine', log.folder)], 'carl_qwen2.5_7b').source
+    assert 'table 5' in sources['critic.backbone_rate']
+    assert 'head 0' in sources['adamw.weight_decay'] and 'AdamW each' in sources['critic.step']
 
 
 def test_groups_without_advantage_are_counted():
