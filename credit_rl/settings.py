@@ -565,6 +565,10 @@ def _check_method(c, method):
     if c.critic.kind and not method.critic:
         raise ValueError(f'{name} has no critic; leave out critic={c.critic.kind!r}')
     if method.critic and not c.resume: _check_critic(c.critic, c.critic.of(method)['kind'])
+    for group, there, usual in (('critic', method.critic, CriticChoice()), ('teacher', method.needs.teacher, TeacherChoice())):
+        given = {n: v for n, v in vars(getattr(c, group)).items() if v != getattr(usual, n)}
+        if given and not (there or c.resume):
+            raise ValueError(f'{name} has no {group}; leave out ' + ', '.join(f'{group}.{n}={v!r}' for n, v in given.items()))
     if c.teacher.model != 'self' and c.teacher.every:
         raise ValueError('a teacher of its own is never refreshed from the policy; leave out '
                          f'teacher.every={c.teacher.every}')

@@ -62,6 +62,8 @@ def test_a_name_of_before_is_read_as_the_setting_of_today():
     ({'method': 'carl', 'critic': {'kind': 'shared', 'mix': 0, 'backbone_rate': 1e-7}}, 'no backbone'),
     ({'method': 'ppo', 'critic': {'kind': 'frozen', 'backbone_rate': 1e-7}}, 'never moves'),
     ({'method': 'ppo', 'critic': {'step': 'together', 'mix': .5}}, "shares the policy's"),
+    ({'method': 'grpo', 'critic': {'rate': .001, 'step': 'together'}}, 'critic.step'),
+    ({'method': 'grpo', 'teacher': {'every': 5}}, 'grpo has no teacher'),
     ({'method': 'grpo', 'correction': {'limits': [0., 3.]}}, 'without a kind')])
 def test_settings_of_a_critic_or_correction_that_nothing_reads_are_refused(given, why):
     with pytest.raises(ValueError, match=why): check(make_config({**given, 'run': 'runs/x'}))
