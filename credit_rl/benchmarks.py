@@ -151,7 +151,8 @@ def read_question(
     if given is None:
         name = f'{benchmark.name}-' + hashlib.sha256('\0'.join([text, *answers]).encode()).hexdigest()[:10]
     source = benchmark.name if benchmark.source is None else benchmark.source(row)
-    return Question(name, text, answers, source, benchmark.meta(_inside(row))), given is not None
+    told = {**_inside(row), **row} if benchmark.file and isinstance(row, dict) else _inside(row)       # a row of one's own
+    return Question(name, text, answers, source, benchmark.meta(told)), given is not None
 
 # %% ../nbs/2_environment/09_benchmarks.ipynb #c049
 def _read_list(row, name, label, of='strings'):
@@ -515,8 +516,8 @@ def _own_meta(row):
     "Read hops, type and split of a row of one's own. Raises RowError on a split that is none."
     if not isinstance(row, dict): return {}
     hops = row.get('hops')
-    whole = str(hops).isdecimal() or isinstance(hops, float) and hops.is_integer()       # pandas makes floats of them
-    out = {'hops': int(hops)} if hops and whole else {}
+    whole = re.fullmatch(r'\d+(\.0)?', str(hops).strip())                               # pandas makes floats of them
+    out = {'hops': int(float(hops))} if hops and whole else {}
     if row.get('type'): out['type'] = str(row['type'])
     if has_field(row, 'split') and row['split'] != '':
         split = {'validation': 'dev', 'valid': 'dev', 'val': 'dev'}.get(str(row['split']), row['split'])

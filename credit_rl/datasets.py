@@ -206,7 +206,8 @@ def load_questions(
     own = bool(bench.file)
     def parse(row):
         source = row.get('data_source') if isinstance(row, dict) and not own else None
-        other = find_benchmark(source.rpartition('/')[2]) if isinstance(source, str) and not is_rows_file(source) else None
+        named = source.rpartition('/')[2] if isinstance(source, str) and not is_rows_file(source) else ''
+        other = named and (find_benchmark(named) or find_benchmark(named.partition('_')[2] or named))     # searchR1_nq is nq
         if other and not other.file and other is not bench:                # the row says that it is of another known set
             others[other.name] += 1
             return None

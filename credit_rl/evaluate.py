@@ -11,7 +11,8 @@ __all__ = ['NEAR', 'measure', 'by_set', 'summarize', 'score', 'evaluate', 'boots
            'ask_typed']
 
 # %% ../nbs/3_acting/27_evaluate.ipynb #c002
-import contextlib, dataclasses, functools, importlib.metadata, itertools, json, math, platform, re, shutil, sys, time, warnings
+import contextlib, dataclasses, functools, hashlib, importlib.metadata, inspect, itertools, json, math, platform, re
+import shutil, sys, time, warnings
 from dataclasses import dataclass
 from pathlib import Path
 import numpy as np, torch
@@ -19,7 +20,7 @@ from .benchmarks import BENCHMARKS, get_benchmark
 from .datasets import MIXTURES, load_questions, subsample
 from .engine import Decoding, HFEngine, SamplingParams
 from .environment import (Conversation, ProgramLimits, Source, as_played, asked_protocol, check_direct, is_searched,
-                                   make_environment, open_search)
+                                   make_environment, open_search, spell_own)
 from .launch import (LaunchError, Processes, Progress, Ranks, check_hosts, check_threads, is_rank, on_ranks,
                               set_torch, speak)
 from .layout import hidden_states, pack
@@ -35,6 +36,7 @@ from .readers import RowError
 from .rollout import check_prompts, rollout
 from .runlog import (METRICS, Hold, RunFolder, RunLog, atomic_folder, atomic_write, code_hashes, read_json,
                               read_text, read_turns, write_json)
+from .tools import find_own
 from .trajectory import Group, Question, Result, to_json
 from .vllm_engine import EngineChoice, EngineLost, VLLMEngine, VLLMSettings, check_vllm_settings, rank_gpu
 
@@ -297,7 +299,7 @@ def open_set(
     try: pool = load_questions(bench.file or name, path, split, s.on_error, s.columns, s.tokens)
     except RowError: raise
     except ValueError as e: raise ValueError(f'{name}: {e}') from None
-    own = [k for k in test_keys(s.questions) if k.startswith(f'{name}:')] if isinstance(s.questions, str) else None
+    own = [k for k in test_keys(s.questions) if bench.source or k.startswith(f'{name}:')] if isinstance(s.questions, str) else None
     if s.questions and own is None and len(pool) < s.questions:
         warnings.warn(f'{name}: {s.questions} questions were asked for, but '
                       f'{path or bench.file or bench.folder or bench.hub[0]} has {len(pool)} of split {split!r}')
@@ -415,6 +417,18 @@ class _BenchmarkPlan:
     gaps: bool    # whether the distance of the two best tokens is written
 
 # %% ../nbs/3_acting/27_evaluate.ipynb #c058s1
+def _own_code(settings):
+    "Tools, an environment and a reward of one's own, by name, each with a hash of the file that it stands in: dict."
+    found = {}
+    given = ('reward', settings.reward), ('environment', settings.environment), *(('tools', t) for t in settings.tools)
+    for setting, name in given:
+        if not name: continue
+        it = inspect.unwrap(find_own(name))
+        try: code = Path(inspect.getsourcefile(it)).read_bytes()
+        except (TypeError, OSError): code = b''                                  # of a notebook, or of C
+        found[spell_own(setting, name)] = hashlib.sha256(code).hexdigest()[:12]
+    return found
+
 def _plan_evaluation(
     settings,     # Evaluation
     name,         # a data set of BENCHMARKS
@@ -439,7 +453,8 @@ def _plan_evaluation(
         'settings': {**flat(s), 'data': bench.file or name},
         'questions': rows,
         'metric': {'name': 'reward' if s.reward or s.has_own and search.scores else _metric_of(name, s.metric),
-                   'rel_tol': bench.rel_tol},
+                   'rel_tol': bench.rel_tol, **({'tokens': s.tokens} if s.tokens else {})},
+        **({'own': own} if (own := _own_code(s)) else {}),
         'corpus': corpus,
         'retriever': retriever and {**retriever, 'top_k': s.passages, 'passage_tokens': shown.passage_tokens,
                                     **_observation_style(shown.tokens, shown.format)},

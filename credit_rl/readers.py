@@ -476,10 +476,13 @@ _DOCUMENTS = {'.txt': lambda path: ('', [('', _paragraphs(_document_text(path)))
 
 # %% ../nbs/2_environment/08_readers.ipynb #t0811
 def document_files(place):  # a folder, or one document
-    "The documents of a folder and of the folders in it, and its other files, hidden ones aside: two lists of paths."
+    """The documents of a folder and of the folders in it, and its other files, but for hidden ones and, where runs stand in
+    its folder `runs`, for what they wrote: two lists of paths."""
     place = Path(place)
     files = [place] if place.is_file() else sorted(p for p in place.rglob('*') if p.is_file())
-    files = [p for p in files if not any(part.startswith('.') for part in p.relative_to(place).parts)]
+    within, of_runs = lambda p: p.relative_to(place).parts, {'params.yaml', 'manifest.json'}
+    ours = any(within(p)[:1] == ('runs',) and p.name in of_runs for p in files)
+    files = [p for p in files if not (ours and within(p)[:1] == ('runs',)) and not any(x.startswith('.') for x in within(p))]
     read = [p for p in files if p.suffix.lower() in _DOCUMENTS]
     return read, [p for p in files if p.suffix.lower() not in _DOCUMENTS]
 

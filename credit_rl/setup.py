@@ -191,7 +191,14 @@ def real_questions(
     if len(sets := data_sets(task.data)) > 1: return _mixed_questions(task, sets, seed)
     if get_benchmark(task.data).parts and task.splits.dev is None:
         load = lambda part: load_questions(task.data, task.path, part, columns=task.columns, tokens=task.tokens)
-        return _drawn_parts({part: load(part) for part in SPLITS}, task.sizes, task.path or task.data, seed)
+        parts, held, twice = {}, set(), 0
+        for part in ('test', 'dev', 'train'):                        # of a question in two, the first of these keeps it
+            loaded, key = load(part), lambda q: ' '.join(q.text.lower().split())
+            parts[part] = [q for q in loaded if key(q) not in held]
+            twice += len(loaded) - len(parts[part])
+            held |= {key(q) for q in loaded}
+        if twice: warnings.warn(f'{task.data}: {twice} of its questions stand in a second part; test keeps them, else dev')
+        return _drawn_parts({part: parts[part] for part in SPLITS}, task.sizes, task.path or task.data, seed)
     split = task.splits.dev or get_benchmark(task.data).eval_split
     first = {}                                                       # of those that have the same text
     for q in load_questions(task.data, task.path, split, tokens=task.tokens): first.setdefault(q.text, q)

@@ -7,7 +7,7 @@ __all__ = ['keep_right', 'Imitation', 'deal_batches', 'imitator', 'fine_tune', '
            'Demonstrating', 'write_demos', 'read_demos', 'read_rollouts', 'main', 'demos_main']
 
 # %% ../nbs/5_run/64_sft.ipynb #c003
-import contextlib, dataclasses, math, random, re, shutil, sys, time
+import contextlib, dataclasses, math, random, re, shutil, sys, time, warnings
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -387,6 +387,9 @@ def read_demos(
         if summary.get(name) != own[name]:
             raise ValueError(f'the demonstrations in {folder} are of another {what} ({summary.get(name)}, wanted '
                              f'{own[name]}): make them with the settings of this run')
+    if summary.get('rendered_hash') != prompt_hash(chat):
+        warnings.warn(f'the demonstrations in {folder} were made by another chat template, or on a day that it names '
+                      f'({summary.get("rendered_hash")}, now {prompt_hash(chat)}): what is taught is not what will be asked')
     for row in read_turns(folder):
         for turn in row['trajectory']['turns']:
             turn['action_logps'] = [math.nan] * len(turn['action_ids'])         # nobody sampled them

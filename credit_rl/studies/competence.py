@@ -319,8 +319,9 @@ def examine_sets(
     agent, step = open_agent(run, checkpoint, host, ranks)
     try:
         for name in names:
-            (questions, about), (search, *_) = open_set(choice, name, opened)
-            mark = {'step': step, 'asked': about['asked_hash'], 'questions': choice.questions, 'split': choice.split}
+            (questions, about), (search, corpus, _) = open_set(choice, name, opened)
+            mark = {'step': step, 'asked': about['asked_hash'], 'questions': choice.questions, 'split': choice.split,
+                    'corpus': (corpus or {}).get('hash'), 'tokens': choice.tokens, 'reward': choice.reward and str(choice.reward)}
             before = ranks.once(lambda: (read_summary(run) or {}).get('competence_sets', {}).get(name, {}))
             if mark.items() <= before.items():
                 found[name] = before

@@ -140,3 +140,16 @@ def test_a_set_larger_than_what_is_read_at_once_is_read(settings, monkeypatch):
     monkeypatch.setattr(runlog, '_MOST_STEP', int(100 * size))           # a hundred of the two hundred rows
     assert len(read_turns(there)) == 200
     quiet(settings, OneByOne(stop_at(0)))                                # it is done, and can be read
+
+
+def test_scores_by_another_reward_are_no_scores_of_this_one(settings, tmp_path, monkeypatch):
+    "By name, and by the file that it stands in; what a word of an answer is counts as well."
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / 'my_reward.py').write_text('def f(question, answer): return 1.\ndef g(question, answer): return 0.\n')
+    quiet({**settings, 'reward': 'my_reward:f'}, OneByOne())
+    with pytest.raises(ValueError, match='own'): quiet({**settings, 'reward': 'my_reward:g'}, OneByOne())
+    quiet({**settings, 'reward': 'my_reward:f'}, OneByOne(stop_at(0)))                              # nothing is asked again
+    (tmp_path / 'my_reward.py').write_text('def f(question, answer): return .5\n')
+    with pytest.raises(ValueError, match='own'): quiet({**settings, 'reward': 'my_reward:f'}, OneByOne())
+    quiet({**settings, 'run': str(tmp_path / 'cut')}, OneByOne())
+    with pytest.raises(ValueError, match='tokens'): quiet({**settings, 'run': str(tmp_path / 'cut'), 'tokens': 'characters'}, OneByOne())

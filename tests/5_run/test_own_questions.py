@@ -13,7 +13,7 @@ import yaml
 from credit_rl.command import main as command
 from credit_rl.datasets import find_own_files, load_corpus, load_questions
 from credit_rl.environment import open_search
-from credit_rl.evaluate import Evaluation, open_set, train_keys
+from credit_rl.evaluate import Evaluation, note_seen, open_set, train_keys
 from credit_rl.readers import Cutting, read_documents
 from credit_rl.retrieval import BM25
 from credit_rl.runlog import read_turns
@@ -213,3 +213,43 @@ def test_a_question_of_two_files_is_in_one_part(tmp_path):
         found = real_questions(make_config({'data': f'{tmp_path / "a.jsonl"}+{tmp_path / "b.jsonl"}', 'model': 'a/b'}), 0)
     texts = {part: {q.text for q in questions} for part, questions in found.items()}
     assert all(texts.values()) and not texts['train'] & (texts['dev'] | texts['test']) and not texts['dev'] & texts['test']
+
+
+def test_what_a_row_says_of_its_split_is_kept_whatever_its_golds_are_called(tmp_path):
+    parts = ['test', 'train', 'dev', 'test', 'train', 'train']
+    rows = [{'question': f'q{i}?', 'golden_answers': ['a'], 'split': part, 'hops': '2.0'} for i, part in enumerate(parts)]
+    rows += [{'question': f'v{i}?', 'golden_answers': ['a'], 'metadata': {'x': 1}, 'split': part} for i, part in enumerate(parts)]
+    (tmp_path / 'mine.jsonl').write_text('\n'.join(map(json.dumps, rows)))
+    found = load_questions(str(tmp_path / 'mine.jsonl'), split='test')
+    assert [q.text for q in found] == ['q0?', 'q3?', 'v0?', 'v3?'] and found[0].meta['hops'] == 2
+
+
+def test_a_question_that_a_column_puts_into_two_parts_is_in_one(tmp_path):
+    rows = [('Q5?', 'test'), ('q5? ', 'train'), ('a?', 'train'), ('b?', 'dev'), ('b?', 'train')]
+    (tmp_path / 'two.jsonl').write_text('\n'.join(json.dumps({'question': q, 'answer': 'a', 'split': part}) for q, part in rows))
+    asked = make_config({'data': str(tmp_path / 'two.jsonl'), 'corpus': str(tmp_path), 'run': 'x'})
+    with pytest.warns(UserWarning, match='2 of its questions'): found = real_questions(asked, 1)
+    assert {part: [q.text for q in qs] for part, qs in found.items()} == {'train': ['a?'], 'dev': ['b?'], 'test': ['Q5?']}
+
+
+def test_rows_of_verls_own_tags_are_of_their_sets(tmp_path):
+    rows = [{'question': f'{tag}?', 'golden_answers': ['x'], 'data_source': tag} for tag in ('searchR1_nq', 'searchR1_hotpotqa', 'nq')]
+    (tmp_path / 'all.jsonl').write_text('\n'.join(map(json.dumps, rows)))
+    assert [q.text for q in load_questions('nq', tmp_path / 'all.jsonl')] == ['searchR1_nq?', 'nq?']
+
+
+def test_what_runs_write_is_no_document(tmp_path):
+    (tmp_path / 'a.md').write_text('# A\n\nOf harbours.')
+    (tmp_path / 'runs' / 'first').mkdir(parents=True)
+    (tmp_path / 'runs' / 'first' / 'view.html').write_text('<p>of a run</p>')
+    assert len(list(read_documents(tmp_path))) == 2                                     # somebody's own folder `runs`
+    (tmp_path / 'runs' / 'first' / 'params.yaml').write_text('steps: 1')
+    assert [name for name, _ in read_documents(tmp_path)] == ['a.md']
+
+
+def test_a_run_on_the_repositorys_questions_asks_its_own_test_questions(tmp_path):
+    "Their sources are the sets that they were drawn from."
+    asked = real_questions(make_config({'data': 'real', 'run': 'x', 'test_questions': 5}), 1)
+    note_seen(tmp_path, asked['train'], asked['dev'], asked['test'])
+    (found, about), _ = open_set(Evaluation(data='real', questions=str(tmp_path), corpus='data/real/corpus.jsonl.gz'), 'real', {})
+    assert [q.id for q in found] == [q.id for q in asked['test']] and about['asked'] == 5
