@@ -456,3 +456,15 @@ def test_runs_that_are_there_are_paired_by_seed_and_others_are_named(tmp_path, c
     rows = {line.split(maxsplit=3)[0].rpartition('/')[2]: line.split() for line in said.splitlines() if ' − ' in line}
     assert {name: float(row[4]) for name, row in rows.items()} == {'tspo-1': .25, 'tspo-2': .5}, said
     assert 'not compared, for no run of grpo was asked the same by the same seed' in said and 'igpo-3' in said
+
+
+def test_the_rules_of_the_real_model_differ_in_credit_and_take_a_rate_that_is_typed(root, monkeypatch):
+    monkeypatch.chdir(root)
+    rules = ['grpo', 'tspo', 'tspo-flat', 'igpo']
+    def rows(*typed):
+        given, params = compare._arguments(['--params', 'runs/params/real_rules.yaml', '--methods', *rules, '--seeds', '1', *typed])
+        return [job.settings for job in compare.plan_jobs(given.methods, given.seeds, params, given.out)]
+    stored = rows()
+    differ = {name for row in stored for name in row if any(row[name] != other.get(name) for other in stored)}
+    assert differ <= {'method', 'options'} and {row['learning_rate'] for row in stored} == {1e-4}
+    assert {row['learning_rate'] for row in rows('learning_rate=0.00003')} == {3e-5} and stored[2]['options']['flat']
