@@ -49,7 +49,6 @@ def _read_cell(text):
     """What a table keeps as text: a list of texts, as JSON or Python writes it, or a JSON object with answers; else the
     text itself. Raises ValueError on a list that cannot be read, such as an array's, which has lost its commas."""
     if re.fullmatch(r'\s*\{\s*"(?:' + '|'.join(_GOLDS) + r')"\s*:.*\}\s*', text, re.S): return read_line(text)
-    if re.fullmatch(r'\s*\[\s*-?\d[-\d.,\s]*\]\s*', text): return [part.strip() for part in text.strip()[1:-1].split(',')]
     if not re.fullmatch(r'\s*\[\s*["\'].*["\']\s*\]\s*', text, re.S): return text
     try: return json.loads(text)
     except ValueError: pass
