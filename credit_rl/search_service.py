@@ -406,7 +406,8 @@ def is_kept_searches(path):
 
 class SearchCache:
     """Search by kept answers, and by a retriever for what is not among them: a `Retriever`. Raises ValueError on a file
-    of something else, or of other passages than the retriever's where both are known, FileNotFoundError where a file that is not there shall be replayed."""
+    of something else, or of other passages than the retriever's where both are known, FileNotFoundError
+    where a file that is not there shall be replayed."""
     def __init__(self,
         path,            # JSON lines file of kept answers; made where it is not there
         retriever=None,  # has search(queries, k); None: replay, nothing is asked and nothing written

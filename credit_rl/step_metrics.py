@@ -158,7 +158,7 @@ def credit_metrics(
     if scored: out['missing_states'] = sum(int((x[:, :-1].isnan().all(-1) & layout.turn_mask).sum()) for x in scored)
     if scored: out |= belief_check(seen, layout, batch.groups)
     if seen and seen.values is not None:
-        gone = rewards['outcome'].isnan() | rewards['turns'].isnan().any(1)                # those that teach nothing
+        gone = rewards['outcome'].isnan() | (rewards['turns'].isnan() & layout.turn_mask).any(1)        # they teach nothing
         valued = critic.where(layout.token_turns) & ~gone[layout.row_trajectory, None]
         out['explained_variance'] = explained_variance(seen.values[valued], credit.returns[valued])
         out['explained_outcome'] = _explained_outcome(seen.values, rewards['outcome'], layout)

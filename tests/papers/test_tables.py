@@ -10,13 +10,14 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 import yaml
 
 from credit_rl.command import main
 from credit_rl.estimate import KNOWN_SIZES
 from credit_rl.methods import get_method
 from credit_rl.options import flat
-from credit_rl.parts import assign
+from credit_rl.parts import Measured, assign
 from credit_rl.potentials import scoring_flops
 from credit_rl.runlog import RunLog, write_json
 from credit_rl.settings import make_config
@@ -435,6 +436,26 @@ def test_groups_without_advantage_are_counted():
     method = get_method('grpo').bind({})
     found = credit_metrics(method, assign(method, [first, lost], look=lambda layout, asks: None))
     assert found['zero_groups'] == .5 and found['zero_advantage'] == .5
+
+
+def test_groups_that_were_left_out_are_counted_too():
+    first = example_group()
+    lost = Group(first.question, [first.trajectories[2]] * 3)
+    method = get_method('dapo').bind({})
+    found = credit_metrics(method, assign(method, [first, lost], look=lambda layout, asks: None))
+    assert found['zero_groups'] == .5 and found['zero_advantage'] == .5
+
+
+def test_a_rollout_that_teaches_nothing_says_nothing_of_a_critic():
+    "A turn of the right one has no reward; a critic that knows every outcome explains all of the others."
+    earned = lambda t, x: replace(t, turns=[replace(turn, reward=x) for turn in t.turns])
+    own, outcome = example_group(), torch.tensor([1., 0, 0, 1, 0, 0])
+    groups = [Group(own.question, [earned(t, math.nan if (b, i) == (0, 0) else 0.) for i, t in enumerate(own.trajectories)])
+              for b in range(2)]
+    knows = lambda layout, asks: Measured(values=outcome[layout.row_trajectory][:, None] * layout.trained)
+    method = get_method('outcome+brought/gae').bind({})
+    found = credit_metrics(method, assign(method, groups, knows), SimpleNamespace(where=lambda token_turns: token_turns >= 0))
+    assert found['explained_variance'] == 1.
 
 
 def test_tiers_are_of_five_tries_set_by_set(tmp_path):
