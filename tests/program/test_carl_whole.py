@@ -431,7 +431,7 @@ def test_the_gate_is_read_again_on_what_the_policy_plays(model, warm, scripted, 
     tiers = {q.id: t for q, t in zip(data.questions, data.tier.tolist())}
     table = read_metrics(run)
     assert len(given) == 3 == len(table)
-    for (groups, tier, values, metric), row in zip(given, table.itertuples()):
+    for (groups, tier, values, metric, _), row in zip(given, table.itertuples()):
         assert [g.question.id for g in groups] == [q.id for q in scripted['dev'].questions]
         assert tier == [tiers.get(g.question.id, 0) for g in groups] and {1, 2} <= set(tier)
         known, unknown = ([v for v, t in zip(values[:, 0].tolist(), tier) if t == of] for of in (2, 1))
