@@ -752,8 +752,8 @@ def _rules_like(arrays, advantages):
             key = method.rule.name, method.own(method.rule)       # rows may differ in their reward or loss alone
             if not fits or key in tried or method.sampling.selects or method.sampling.text: continue
             tried.append(key)
-            try: ours = assign_arrays(method, batch).advantages
-            except ValueError: continue                           # not of such a batch, as MT-GRPO of three turns
+            if name == 'mt-grpo' and (batch.turns is None or torch.as_tensor(batch.turns).shape[1] > 2): continue  # of two turns
+            ours = assign_arrays(method, batch).advantages
             size = (ours * ours).sum()
             if not size: continue
             factor = float((ours * advantages).sum() / size)

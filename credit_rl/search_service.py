@@ -434,10 +434,11 @@ class SearchCache:
         try:
             if number == 0 and row != _HEADER: raise ValueError('the first line is not that of kept searches')
             if number: self._keep(row['query'], row['k'], [Passage(*p) for p in row['found']])
-            if number and self.corpus and row.get('corpus', self.corpus) != self.corpus:
-                raise ValueError(f'it is of other passages, {row["corpus"]:.12}, than those that are searched, {self.corpus:.12}')
         except (ValueError, TypeError, KeyError) as e:
             raise ValueError(f'{self.path}, line {number + 1} is not a kept search: {type(e).__name__}: {e}') from None
+        if number and self.corpus and row.get('corpus', self.corpus) != self.corpus:
+            raise ValueError(f'{self.path}, line {number + 1}, was found in other passages ({row["corpus"]}) than those that are '
+                             f'searched now ({self.corpus}): keep them in another file')
 
     def _find_known(self, query, k):
         "The kept answer to a query, None where it is of fewer passages than k and was cut there."

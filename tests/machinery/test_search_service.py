@@ -552,3 +552,10 @@ def test_what_waits_is_one_search_and_a_request_that_fails_fails_alone():
     assert all((p.id, p.score) == (q, k) for i, (p, (q, k)) in enumerate(zip(found, asked)) if i != 7)
     alone = 20                                       # requests of the batch that broke are searched one by one
     assert before <= alone + 10 and max(index.sizes) >= 5
+
+
+def test_kept_answers_are_not_given_for_other_passages(tmp_path):
+    old, new = (BM25([Passage('0', 'A', text)]) for text in ('cats live here', 'dogs and cats'))
+    SearchCache(tmp_path / 'kept.jsonl', old).search(['cats'], 1)
+    assert SearchCache(tmp_path / 'kept.jsonl').search(['cats'], 1)[0][0].text == 'cats live here'        # replayed
+    with pytest.raises(ValueError, match='other passages'): SearchCache(tmp_path / 'kept.jsonl', new)

@@ -429,19 +429,12 @@ def test_settings_stand_beside_the_papers_with_their_source(tmp_path):
     assert 'head 0' in sources['adamw.weight_decay'] and 'AdamW each' in sources['critic.step']
 
 
-def test_groups_without_advantage_are_counted():
+@pytest.mark.parametrize('name', ['grpo', 'dapo'])                         # which leaves such groups out
+def test_groups_without_advantage_are_counted(name):
     "PRS figure 4 and IGPO figure 1: a task counts where none of its rollouts has an advantage."
     first = example_group()
     lost = Group(first.question, [first.trajectories[2]] * 3)
-    method = get_method('grpo').bind({})
-    found = credit_metrics(method, assign(method, [first, lost], look=lambda layout, asks: None))
-    assert found['zero_groups'] == .5 and found['zero_advantage'] == .5
-
-
-def test_groups_that_were_left_out_are_counted_too():
-    first = example_group()
-    lost = Group(first.question, [first.trajectories[2]] * 3)
-    method = get_method('dapo').bind({})
+    method = get_method(name).bind({})
     found = credit_metrics(method, assign(method, [first, lost], look=lambda layout, asks: None))
     assert found['zero_groups'] == .5 and found['zero_advantage'] == .5
 
