@@ -1139,13 +1139,13 @@ def measured_problem(
     folder,       # of an evaluation, or of a run of training, whose first step its base plays
     parts=False,  # whether the outcome is the share of independent parts that are right
 ):
-    """What stored rollouts say of a problem: dict with turns, right and, where any is wrong, near. Raises ValueError
-    without any, and where a run's steps do not say which parts are right."""
+    """What stored rollouts say of a problem: dict with turns, right (but of parts, which a run's steps do not count)
+    and, where any is wrong, near. Raises ValueError without any."""
     if has_metrics(folder):
-        if parts: raise ValueError(f"{folder}: a run's steps count answers that are right whole: evaluate its base, or give right=")
         first = read_metrics(folder).query('step > 0').iloc[:1]
         if not len(first): raise ValueError(f'{folder} has no step of training yet')
-        found = {'turns': first.turns.item(), 'right': first.em.item(), 'near': first.near_miss.item()}
+        told = {'near': 0.} if parts else {'right': first.em.item(), 'near': first.near_miss.item()}     # em: of whole answers
+        found = {'turns': first.turns.item(), **told}
         return {name: x for name, x in found.items() if x == x}
     tries = {}
     for row in (row for path in sorted(Path(folder).rglob('turns.jsonl.gz')) for row in read_turns(path.parent)):

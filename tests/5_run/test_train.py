@@ -973,3 +973,12 @@ def test_where_dev_is_not_measured_the_base_is_the_best_until_something_is(monke
         checkpoint=lambda step, name: saved.append((step, name)))
     for step in range(5): training._evaluate_dev(run, step, {})
     assert saved == [(0, 'best'), (1, None), (2, 'best'), (3, None), (4, None)] and run.memory['best_step'] == 2
+
+
+def test_a_run_whose_best_checkpoint_was_removed_takes_the_one_that_it_goes_on_from(tmp_path, monkeypatch):
+    named = []
+    monkeypatch.setattr(training, 'log_lines', lambda folder: [])
+    run = SimpleNamespace(ranks=SimpleNamespace(once=lambda find: ((20, tmp_path / 'step-20'), None)), restore=lambda path: None,
+                          log=SimpleNamespace(folder=tmp_path, cut=lambda step: None), memory={'best': .5, 'best_step': 10},
+                          checkpoint=lambda *given: named.append(given), say=lambda line: None)
+    assert training._begin(run) == 21 and named == [(20, 'best')] and run.memory == {'best': -1., 'best_step': 20}

@@ -511,7 +511,7 @@ def test_which_rule_takes_a_runs_base_and_the_outcome_that_is_paid(tmp_path):
     for step, em in enumerate((math.nan, .1, .9)): run.metrics(step, em=em, turns=3., near_miss=.5)
     run.close()
     assert lab.measured_problem(tmp_path / 'run') == {'turns': 3., 'right': .1, 'near': .5}
-    with pytest.raises(ValueError, match='right whole'): lab.measured_problem(tmp_path / 'run', True)
+    assert lab.measured_problem(tmp_path / 'run', True) == {'turns': 3., 'near': 0.}           # right has to be given
     log = RunLog(tmp_path / 'asked' / 'own')
     half = {**made, 'answer': 'Paris; Oslo', 'question': {**made['question'], 'answers': ['Paris; Rome']}}
     log.turns(0, [{'kind': 'evaluate', 'trajectory': half, 'advantages': None, 'reward': 0.}])
